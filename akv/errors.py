@@ -1,0 +1,96 @@
+"""Every error that akv raises, and for each: who is at fault, and what the caller does about it.
+
+A failed *save* is never an exception: it is an outcome and an event. A failed *load* always surfaces, to its own request.
+"""
+
+
+class AkvError(Exception):
+    """Root of the tree. Catch it to catch whatever akv raises on purpose."""
+
+
+class SettingsError(AkvError):
+    """The configuration is wrong. At fault: whoever wrote it. Fix the named field and start again; nothing was opened.
+
+    Attributes: `field`, the dotted name of the setting; `value`, what was found there; `fix`, what to write instead.
+    """
+
+    def __init__(self, field: str, value: object, why: str, fix: str) -> None:
+        self.field = field
+        self.value = value
+        self.fix = fix
+        super().__init__(f"setting {field!r} is {value!r}: {why}. {fix}")
+
+
+class DependencyError(AkvError):
+    """A package or a system library that this configuration needs is missing. At fault: the installation.
+
+    The text names the extra (`pip install 'akv[...]'`) or the system package that brings it.
+    """
+
+
+class PoolError(AkvError):
+    """The pool could not be opened. At fault: the deployment (master down, address wrong, memory short), never a request.
+
+    Once the connector is open, trouble with the pool never raises this: lookups miss, saves are dropped, loads fail alone.
+    """
+
+
+class TokenError(AkvError, ValueError):
+    """A token sequence cannot be hashed. At fault: the caller of this request. The text names positions, never token values.
+
+    Nothing was appended; the request can go on with a corrected sequence, or without the cache.
+    """
+
+
+class EngineContractError(AkvError):
+    """The engine's adapter broke the protocol of a request or of a pass. At fault: the adapter's author.
+
+    Raised at the call that broke it, for the request concerned. Nothing was taken, skipped or clamped: the connector goes on,
+    and every other request is untouched.
+    """
+
+
+class NotOpenError(AkvError):
+    """The connector is used before it opened, after it closed, or in a forked child. At fault: the embedding program.
+
+    A connector lives inside `async with open_connector(...)`, in the process that opened it. Nothing happened.
+    """
+
+
+class ConnectorBroken(AkvError):
+    """The connector stopped because of a fault that it cannot repair. At fault: akv, or an engine that misreports its passes.
+
+    Every call and every wait ends with this from then on. Leave the connector's block; requests go on without a cache.
+    """
+
+
+class LoadEnded(AkvError):
+    """Base of the two ways in which `Load.wait()` ends without the pages being filled. Nothing writes into them any more."""
+
+
+class LoadFailed(LoadEnded):
+    """The pool did not deliver a page. At fault: nobody in this process (evicted, holder died, deadline).
+
+    The pages are the engine's again and their content is undefined. Free them and restart this request without the offer.
+    Attributes: `key`, the first page that was missing; `reason`, one word for it.
+    """
+
+    def __init__(self, request_id: str, key: str, reason: str) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.reason = reason
+        super().__init__(
+            f"the load of request {request_id!r} failed ({reason}): its pages are free again and hold no usable KV; "
+            "restart the request without this offer"
+        )
+
+
+class LoadCancelled(LoadEnded):
+    """The request was cancelled, finished or preempted while its load was under way. At fault: nobody.
+
+    The pages are the engine's again and their content is undefined. The request is not restarted because of this.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(f"the load of request {request_id!r} was cancelled: its pages are free again and hold no usable KV")

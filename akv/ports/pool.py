@@ -1,0 +1,73 @@
+"""The pool: a key-value store of immutable pages. Every method blocks, so it is called through a `CallRunner`."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from akv.ports.device import HostBuffer
+
+
+class KeyState(StrEnum):
+    """What a call says of one key, in akv's words. The value is the word that events and results carry."""
+
+    #: Probe: the key is there. Get: exactly the asked number of bytes arrived. Put: accepted (which proves no presence, S5).
+    OK = "ok"
+    #: There is no such key, or its writer has not finished.
+    MISSING = "missing"
+    #: The stored value is shorter or longer than a page of this layout: another layout's, or damage.
+    WRONG_SIZE = "wrong_size"
+    #: The bytes were written after the store's lease on them had passed: they may be another key's.
+    LEASE_EXPIRED = "lease_expired"
+    #: The pool has no room for the value.
+    NO_SPACE = "no_space"
+    #: Master or holder did not answer.
+    UNAVAILABLE = "unavailable"
+    #: The store refused the call's form, answered with a list of the wrong length, or with a code that akv does not know.
+    REFUSED = "refused"
+
+
+class KeyAnswer(msgspec.Struct, frozen=True):
+    """The answer for one key."""
+
+    state: KeyState
+    #: The store's own code, for logs: a negative number, or the size that a get reported.
+    code: int = 0
+
+
+class PagePool(Protocol):
+    """A shared store of pages. First value stays: a put of an existing key changes nothing and answers OK.
+
+    Blocking and thread safe; each call may take as long as the store takes, so nobody on an event loop calls them directly.
+    None of the three raises for what the store answers: trouble is an answer per key. They raise `NotOpenError` after
+    `close()` and in a forked child. `akv_testing.conformance.pool` holds what an implementation must pass.
+    """
+
+    def probe(self, keys: Sequence[str]) -> list[KeyAnswer]:
+        """Say for each key whether it can be read now: one answer per key, in order. OK only if the store said so (L2)."""
+        ...
+
+    def get(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
+        """Read each key's value into `buffer` at its offset: one answer per key, in order.
+
+        `sizes` are the exact sizes in bytes that the values must have; another size is WRONG_SIZE. When the answer is not OK
+        the bytes at the offset are undefined. The buffer must be registered and the pieces disjoint.
+        """
+        ...
+
+    def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
+        """Store the bytes at each offset under its key: one answer per key, in order. The bytes are read until it returns."""
+        ...
+
+    def register(self, buffer: HostBuffer) -> None:
+        """Make a buffer known to the store's transport, before the first call that names it. Raises PoolError if refused."""
+        ...
+
+    def unregister(self, buffer: HostBuffer) -> None:
+        """Take a registration back. Only when no call that names the buffer is outstanding. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Leave the pool. Only when no call is outstanding. Idempotent. May hold the interpreter lock for seconds (O7)."""
+        ...

@@ -1,0 +1,101 @@
+"""What a page is: layer groups, their regions, their size. Whatever changes the bytes of a page is a field here (K4)."""
+
+import msgspec
+
+from akv.errors import SettingsError
+from akv.units import ByteCount
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """One buffer of the engine's cache that holds a part of every page of a group, such as the keys of one layer."""
+
+    #: For people and errors ("layers.3.k"). Part of the fingerprint: the order of the regions is the order of the bytes.
+    name: str
+    #: Bytes of one page in this buffer. The unit is bytes, so the dtype is counted in.
+    bytes_per_page: int
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers that share one attention kind and one page geometry.
+
+    A page of this group is its regions' bytes for one block, concatenated in the order of `regions`.
+    """
+
+    #: The layers' indices in the model, ascending.
+    layers: tuple[int, ...]
+    #: The engine's name of the element type, "bfloat16" or "float8_e4m3fn" say. Two names are two key spaces.
+    dtype: str
+    #: KV heads of the model in all, not of this rank. 1 for multi-head latent attention, whose latent every rank holds whole.
+    kv_heads: int
+    #: Elements per head (of the latent, for multi-head latent attention).
+    head_size: int
+    regions: tuple[Region, ...]
+    #: How values are scaled or packed, "" for plain. Scales that are not stored in the page belong in this name.
+    quantisation: str = ""
+    #: The order of the axes inside a page of one region.
+    order: str = "heads,tokens,head_size"
+
+    @property
+    def bytes_per_page(self) -> ByteCount:
+        """The size of one stored page."""
+        return ByteCount(sum(region.bytes_per_page for region in self.regions))
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The geometry of one model's KV cache. Equal layouts, equal bytes: two servers share pages only if theirs are equal."""
+
+    #: T: tokens in a block, the unit of hashing, lookup and storage.
+    tokens_per_block: int
+    groups: tuple[LayerGroup, ...]
+    #: Ranks that one page's heads are split over (tensor parallelism). 1 for an attention-data-parallel owner.
+    world: int = 1
+
+    @property
+    def largest_page_bytes(self) -> ByteCount:
+        """The size of a staging slot: any page of this layout fits in it."""
+        return ByteCount(max(group.bytes_per_page for group in self.groups))
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuse a layout that cannot be served, by name.
+
+    Raises SettingsError (fault of the embedding engine): the first field that is wrong, its value and what it must be.
+    """
+
+    def refuse(field: str, value: object, why: str, fix: str) -> None:
+        raise SettingsError(f"layout.{field}", value, why, fix)
+
+    if layout.tokens_per_block < 1:
+        refuse("tokens_per_block", layout.tokens_per_block, "a block holds at least one token", "Use the engine's block size.")
+    if layout.world < 1:
+        refuse("world", layout.world, "there is at least one rank", "Use the tensor-parallel size.")
+    if not layout.groups:
+        refuse("groups", (), "a model has at least one layer group", "Describe the engine's KV cache.")
+    for index, group in enumerate(layout.groups):
+        at = f"groups[{index}]"
+        if not group.layers or list(group.layers) != sorted(set(group.layers)) or group.layers[0] < 0:
+            refuse(f"{at}.layers", group.layers, "layers are ascending, distinct and not negative", "List each layer once.")
+        if group.kv_heads < 1:
+            refuse(f"{at}.kv_heads", group.kv_heads, "a model has at least one KV head", "Count the heads of the whole model.")
+        if group.head_size < 1:
+            refuse(f"{at}.head_size", group.head_size, "a head has at least one element", "Use the model's head size.")
+        if not group.dtype:
+            refuse(f"{at}.dtype", group.dtype, "the element type is part of a page's identity", "Name it, 'bfloat16' say.")
+        if not group.regions:
+            refuse(f"{at}.regions", (), "a page has at least one region", "List the buffers that hold the group's pages.")
+        for region in group.regions:
+            if region.bytes_per_page < 1:
+                refuse(
+                    f"{at}.regions.{region.name}.bytes_per_page",
+                    region.bytes_per_page,
+                    "a region holds at least one byte of a page",
+                    "Use bytes, the dtype counted in.",
+                )
+        fewer, more = sorted((group.kv_heads, layout.world))
+        if more % fewer:
+            refuse(
+                f"{at}.kv_heads",
+                group.kv_heads,
+                f"{layout.world} ranks cannot share {group.kv_heads} KV heads evenly, so ranks would hold unequal pages",
+                "Use a world that divides the heads, or is a multiple of them.",
+            )

@@ -1,0 +1,132 @@
+"""What the scheduler half and the worker half say to each other: versioned msgspec messages.
+
+In one process they travel in memory; between processes the engine carries them, encoded with `msgspec.msgpack`.
+Unknown fields are tolerated when decoding, because the other side may be newer; a different `version` is refused at start.
+Pages travel in columns, one entry per page, because a prompt of 100,000 tokens has thousands of them and a pass has no time
+for thousands of objects.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+#: Changes whenever the meaning of a message changes. Halves of different versions refuse each other at start.
+MESSAGE_VERSION = 1
+
+
+class GroupPages(msgspec.Struct, frozen=True):
+    """Pages of one layer group, in columns of equal length."""
+
+    group: int
+    #: Block ordinals, ascending.
+    blocks: tuple[int, ...]
+    #: Page indices in the engine's cache, one per block.
+    pages: tuple[int, ...]
+    #: Chain hashes, 16 bytes each, one per block.
+    hashes: tuple[bytes, ...]
+
+
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler to worker: fill these pages. They are the connector's until the worker reports a terminal state (D2)."""
+
+    load_id: int
+    request_id: str
+    incarnation: int
+    groups: tuple[GroupPages, ...]
+
+
+class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler to worker, inside a plan: after the pass, publish these pages. The request holds them until the result."""
+
+    save_id: int
+    request_id: str
+    incarnation: int
+    groups: tuple[GroupPages, ...]
+
+
+class Withdrawal(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler to worker: this incarnation ended. Stop its load, drop its saves that have not been read yet."""
+
+    request_id: str
+    incarnation: int
+
+
+class PassPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler to worker: what to do around one pass of the engine. Ends exactly once (S2)."""
+
+    plan_id: int
+    saves: tuple[SaveOrder, ...] = ()
+    version: int = MESSAGE_VERSION
+
+
+class LoadState(StrEnum):
+    """The three terminal states of a reservation (D2). In each of them nothing can write into its pages any more."""
+
+    LOADED = "loaded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Worker to scheduler: a reservation reached its terminal state."""
+
+    load_id: int
+    request_id: str
+    incarnation: int
+    state: LoadState
+    #: Pages and bytes that arrived. 0 unless LOADED: what landed before a failure is discarded.
+    pages: int = 0
+    bytes: int = 0
+    #: The first page that was not delivered, and why in one word. Empty unless FAILED.
+    failed_key: str = ""
+    reason: str = ""
+
+
+class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Worker to scheduler: a save ended. Each block of the order stands in exactly one of the three lists."""
+
+    save_id: int
+    request_id: str
+    incarnation: int
+    #: Blocks whose pages of every group are in the pool.
+    stored: tuple[int, ...] = ()
+    #: Blocks that the pool did not take; they may be offered again (S2).
+    refused: tuple[int, ...] = ()
+    #: Blocks that were withdrawn before they were read.
+    dropped: tuple[int, ...] = ()
+    #: Bytes handed to the pool.
+    bytes: int = 0
+    #: Why blocks were refused, one word; empty if none was.
+    reason: str = ""
+
+
+class PagesUnread(msgspec.Struct, frozen=True, kw_only=True):
+    """Worker to scheduler, after a withdrawal: no copy of this incarnation's pages is queued or running any more."""
+
+    request_id: str
+    incarnation: int
+
+
+class PassReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Worker to scheduler: what ended since the last report. Order inside one list is the order of the ends."""
+
+    loads: tuple[LoadResult, ...] = ()
+    saves: tuple[SaveResult, ...] = ()
+    unread: tuple[PagesUnread, ...] = ()
+    version: int = MESSAGE_VERSION
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What both halves must agree on. Compared once, at start; a half that differs is refused naming both values (D1)."""
+
+    version: int
+    load_mode: str
+    role: str
+    #: The layout fingerprint, hex. Two halves with different layouts would exchange bytes that mean different things.
+    layout: str
+    #: The part of every key before the shard: namespace and model key.
+    key_space: str
+    world: int
+    lookahead: int
+    #: Pages in each group's cache, in the order of the layout: the bound that page indices are checked against.
+    page_counts: tuple[int, ...]

@@ -1,0 +1,48 @@
+"""What a lookup answers."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class LookupOutcome(StrEnum):
+    """Why an offer has the size it has (W7). The value is the name that events and metrics carry."""
+
+    #: Every block that the request may take from the pool is there.
+    FULL = "full"
+    #: Nothing was asked: the local match already reaches the last whole block that may be taken (L1).
+    SKIPPED = "skipped"
+    #: The pool holds no block beyond the local match.
+    FULL_ATTENTION_MISS = "full_attention_miss"
+    #: The local match is not on a block boundary, so no block can follow it (L1).
+    UNALIGNED = "unaligned"
+    #: The pool did not answer within `lookup_deadline_s`.
+    DEADLINE = "deadline"
+    #: The pool cannot be asked at present.
+    UNAVAILABLE = "unavailable"
+    #: This connector's role does not read.
+    NOT_READING = "not_reading"
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole blocks that the connector promises beyond the engine's own local match. Taken up with `Request.reserve()`.
+
+    An offer holds no page and costs nothing to drop. It stays valid until the pages that it names are evicted; a load finds out.
+    """
+
+    request_id: str
+    #: The incarnation that asked. An offer of an earlier one is refused.
+    incarnation: int
+    #: Tokens of the engine's own local match, where the offer starts.
+    local_tokens: int
+    #: Tokens offered beyond `local_tokens`, a multiple of T. 0 is a normal answer.
+    tokens: int
+    outcome: LookupOutcome
+
+    def at_most(self, tokens: int, tokens_per_block: int) -> "Offer":
+        """The part of this offer that fits in `tokens` tokens, in whole blocks; for an engine that cannot take it all.
+
+        Without window groups every prefix of an offer is itself resumable, so this is a cut and asks nobody.
+        """
+        cut = max(0, min(self.tokens, tokens) // tokens_per_block * tokens_per_block)
+        return msgspec.structs.replace(self, tokens=cut)
