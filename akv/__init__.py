@@ -1,0 +1,51 @@
+"""Share the KV cache of asynchronous LLM servers through a Mooncake pool.
+
+This is the public API. Importing it is light: torch, mooncake and trio are loaded by `open_connector()` when it needs them.
+"""
+
+from akv.errors import (
+    AkvError,
+    ConnectorBroken,
+    DependencyError,
+    EngineContractError,
+    LoadCancelled,
+    LoadEnded,
+    LoadFailed,
+    NotOpenError,
+    PoolError,
+    SettingsError,
+    TokenError,
+)
+from akv.units import NO_PAGE, PageIndex
+from akv.values.layout import LayerGroup, Layout, Region
+from akv.values.messages import LoadState
+from akv.values.offers import LookupOutcome, Offer
+from akv.values.requests import LoadCompleted, SavesCompleted, Scheduled
+from akv.values.scope import EMPTY_SCOPE, Scope
+
+__all__ = [
+    "EMPTY_SCOPE",
+    "NO_PAGE",
+    "AkvError",
+    "ConnectorBroken",
+    "DependencyError",
+    "EngineContractError",
+    "LayerGroup",
+    "Layout",
+    "LoadCancelled",
+    "LoadCompleted",
+    "LoadEnded",
+    "LoadFailed",
+    "LoadState",
+    "LookupOutcome",
+    "NotOpenError",
+    "Offer",
+    "PageIndex",
+    "PoolError",
+    "Region",
+    "SavesCompleted",
+    "Scheduled",
+    "Scope",
+    "SettingsError",
+    "TokenError",
+]
