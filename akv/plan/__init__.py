@@ -1,0 +1,1 @@
+"""Every decision that can be taken without waiting: pure, synchronous, tested with tables and properties."""
