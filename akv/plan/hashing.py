@@ -13,7 +13,7 @@ from akv.values.scope import Scope
 
 #: Bytes of a block's hash (K1).
 HASH_BYTES = 16
-#: Token bytes that one call hashes when the caller must give the loop a chance: about 0.25 ms on a present core, so that a core
+#: Token bytes that one call hashes when the caller must give the loop a chance: about 0.25 ms on a present core, so that one
 #: three times slower still keeps below the millisecond of L3.
 _SLICE_BYTES = 192 * 1024
 #: What a block costs besides its bytes, in bytes that cost as much: hashing 0 bytes takes as long as another 256.
@@ -86,9 +86,9 @@ class Chain:
         """Take the whole sequence once more, as a resumed request gives it: only what is new at its end is appended.
 
         What the chain has seen is compared, not assumed (K7): serving a page to a sequence that merely has the right length
-        would be a wrong answer and not a slow one. Raises TokenError (fault of the caller of this request), all or nothing: for
-        a sequence with fewer confirmed tokens than the chain has seen (K6), for one that differs in a token already seen (the
-        first such position is named), and for whatever `append` refuses.
+        would be a wrong answer and not a slow one. Raises TokenError (fault of the caller of this request), all or nothing,
+        for a sequence with fewer confirmed tokens than the chain has seen (K6), for one that differs in a token already seen
+        (the first such position is named), and for whatever `append` refuses.
         """
         encoded = encode_confirmed(sequence, 0)
         if len(encoded) < len(self._encoded):

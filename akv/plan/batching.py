@@ -1,0 +1,41 @@
+"""How pages are cut into batches that fit into the staging slots (L6's order, D3's first missing key)."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from akv.values.messages import GroupPages
+
+#: Pages of one layer group that fit into the slots at hand together.
+Batch: TypeAlias = GroupPages
+
+
+def split_batches(groups: Sequence[GroupPages], slots: int) -> list[Batch]:
+    """Cut columns of pages into batches of one group and at most `slots` pages, early blocks first.
+
+    The blocks are cut into stretches of `slots`, and each stretch gives one batch per group that has pages in it: a load that
+    finds a hole has then moved little of what lies behind it in the other groups, and a save stores whole blocks early, each
+    of which counts only once every group's page is there (L2). A batch has one group because a gather or scatter has.
+
+    Raises ValueError for less than one slot (a fault of akv).
+    """
+    if slots < 1:
+        raise ValueError(f"{slots} slots")
+    blocks = sorted(set().union(*(group.blocks for group in groups)))
+    batches: list[Batch] = []
+    starts = [0] * len(groups)
+    for at in range(0, len(blocks), slots):
+        last = blocks[min(at + slots, len(blocks)) - 1]
+        for index, group in enumerate(groups):
+            start = starts[index]
+            end = starts[index] = bisect_left(group.blocks, last + 1, start)
+            if start < end:
+                batches.append(
+                    GroupPages(group.group, group.blocks[start:end], group.pages[start:end], group.hashes[start:end])
+                )
+    return batches
+
+
+def slot_offsets(slots: Sequence[int], slot_bytes: int) -> list[int]:
+    """Where each slot begins in its staging buffer, in bytes."""
+    return [slot * slot_bytes for slot in slots]

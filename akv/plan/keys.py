@@ -1,0 +1,135 @@
+"""The names of pages in the pool (K3, K4).
+
+Two servers share a page exactly if they spell its key alike, so whatever changes a page's bytes stands in the key, and every
+part is escaped: no name of a model can look like two parts.
+"""
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from akv.errors import SettingsError
+from akv.values.layout import Layout
+
+#: Hex digits of the layout fingerprint in a key: 64 bits, enough to tell the layouts of one model apart (K4).
+_FINGERPRINT_DIGITS = 16
+# The one alphabet of K4; "%" comes in by escaping, and the separators "/", "~" and "@" never do.
+_UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
+
+
+def escape(text: str) -> str:
+    """Percent-encode, with upper-case hex, every UTF-8 byte outside [A-Za-z0-9._-] (K4).
+
+    `urllib.parse.quote` is not used because it leaves "~" alone, which separates the fingerprint here. Distinct texts have
+    distinct images. Raises UnicodeEncodeError for a lone surrogate.
+    """
+    return _UNSAFE.sub(lambda unsafe: b"%%%02X" % ord(unsafe[0]), text.encode()).decode("ascii")
+
+
+def layout_fingerprint(layout: Layout) -> str:
+    """32 hex digits that differ whenever the bytes of some page would differ: blake2b over the layout's msgpack (K4).
+
+    msgpack writes a struct's fields by name in their declared order, so renaming or moving a field of the layout renames every
+    key: a new key space, never wrong bytes under an old one.
+    """
+    return blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
+
+
+def model_part(model_key: str, layout: Layout, *, pin: bool, revision: str) -> str:
+    """The part of a key that names the weights and the geometry: `esc(model_key)~fingerprint@esc(revision)` (K4).
+
+    `pin` leaves the fingerprint out: then the operator vouches that all who use this key have equal layouts. The revision
+    stands there, pinned or not, if one was set.
+
+    Raises SettingsError (fault of whoever wrote the settings) for an blank model key, and for text that is not Unicode.
+    """
+    part = _escaped("model_key", model_key, "Name the weights, 'meta-llama/Llama-3.1-8B-Instruct' say; a path is no name.")
+    if not pin:
+        part += "~" + layout_fingerprint(layout)[:_FINGERPRINT_DIGITS]
+    if revision:
+        part += "@" + _escaped("revision", revision, "Name the revision of the weights, or leave it out.")
+    return part
+
+
+def _escaped(field: str, text: str, fix: str) -> str:
+    if not text.strip():
+        raise SettingsError(field, text, "it is part of every page's key and must not be empty", fix)
+    try:
+        return escape(text)
+    except UnicodeEncodeError:
+        raise SettingsError(field, text, "it is not valid Unicode (a lone surrogate)", fix) from None
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A rank's part of the pages of a layer group. Ranks whose pages have equal bytes have equal shards (K3)."""
+
+    #: How it is spelt in a key.
+    name: str
+    #: Whether this rank writes it. Of the ranks that hold a shard exactly one does.
+    writes: bool
+
+
+def shard_of(layout: Layout, group: int, rank: int) -> Shard:
+    """Which shard of a layer group a rank holds, and whether it writes it (K3).
+
+    Heads are spread over the ranks as every engine does it: in order, each rank an equal share of them, or each head on
+    `world / kv_heads` neighbouring ranks. So there are `min(world, kv_heads)` distinct shards. `check_layout` has made sure
+    that the division is even.
+
+    Raises ValueError for a rank outside the layout's world (fault of whoever wires the ranks).
+    """
+    world = layout.world
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of a layout of {world} ranks")
+    distinct = min(world, layout.groups[group].kv_heads)
+    holders = world // distinct
+    if distinct == 1 < world:
+        return Shard("replicated", rank == 0)
+    return Shard(f"w{distinct}r{rank // holders}", rank % holders == 0)
+
+
+class KeySpace:
+    """The keys that one rank of one server uses. Built once: only the hashes differ from key to key."""
+
+    __slots__ = ("_eviction_prefix", "_prefixes", "_shards", "space")
+
+    def __init__(self, space: str, prefixes: tuple[str, ...], shards: tuple[Shard, ...], eviction_prefix: str) -> None:
+        """Use `KeySpace.of`."""
+        #: What every key of this server begins with, the shard and what follows left out: `{namespace}/{model part}`.
+        self.space = space
+        self._prefixes = prefixes
+        self._shards = shards
+        self._eviction_prefix = eviction_prefix
+
+    @classmethod
+    def of(
+        cls, layout: Layout, namespace: str, model_key: str, revision: str = "", pin_model_key: bool = False, rank: int = 0
+    ) -> "KeySpace":
+        """Spell what the keys of `rank` share. Raises SettingsError as `model_part` does, and for an empty namespace."""
+        namespace = _escaped("namespace", namespace, "Leave it out to use akv's own, 'akv1'.")
+        space = f"{namespace}/{model_part(model_key, layout, pin=pin_model_key, revision=revision)}"
+        shards = tuple(shard_of(layout, group, rank) for group in range(len(layout.groups)))
+        prefixes = tuple(
+            f"{space}/{shard.name}/lg{index}/t{layout.tokens_per_block}b{group.bytes_per_page}/"
+            for index, (group, shard) in enumerate(zip(layout.groups, shards, strict=True))
+        )
+        return cls(space, prefixes, shards, f"{space}/w{layout.world}/")
+
+    def prefix(self, group: int) -> str:
+        """What all keys of a layer group begin with, up to and including the "/" before the hash."""
+        return self._prefixes[group]
+
+    def keys(self, group: int, hashes: Sequence[bytes]) -> list[str]:
+        """The keys of a layer group's pages, one per hash, in order (K7: a column, about 0.1 us for each)."""
+        prefix = self._prefixes[group]
+        return [prefix + block.hex() for block in hashes]
+
+    def writes(self, group: int) -> bool:
+        """Whether this rank stores the group's pages. Where several ranks hold equal bytes, one of them does."""
+        return self._shards[group].writes
+
+    def eviction_group(self, block_hash: bytes) -> str:
+        """The name that all pages of one block share, over groups and shards, so that they leave the pool together (S10)."""
+        return self._eviction_prefix + block_hash.hex()

@@ -1,0 +1,40 @@
+"""How far a request's KV may be published after a pass (S1, S12)."""
+
+from akv.errors import EngineContractError
+
+
+def savable_blocks(computed_before: int, honoured_restore_this_pass: int, scheduled: int, tokens_per_block: int) -> int:
+    """Blocks [0, result) hold computed KV once this pass ended, and only they may be saved (S1). All arguments in tokens.
+
+    `computed_before` counts the local match and the loads that are LOADED and not what this pass restores, which is
+    `honoured_restore_this_pass` (0 when loads are asynchronous); `scheduled` leaves draft tokens out. Pages that the engine
+    allocated ahead, and the partial last block, hold nothing that another server could use.
+    """
+    return (computed_before + honoured_restore_this_pass + scheduled) // tokens_per_block
+
+
+def closing_blocks(computed: int, tokens_per_block: int) -> int:
+    """The chain length p at which a finished sequence closes: its whole computed blocks (S12).
+
+    `computed` counts tokens that have KV. The last sampled token has none: it was never fed back.
+    """
+    return computed // tokens_per_block
+
+
+def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int, known_tokens: int) -> None:
+    """Refuse one request's part of a pass that cannot be true.
+
+    `known_tokens` is the length of the request's confirmed sequence: a pass computes KV for tokens that are known, so in
+    decoding `computed_before + tokens` reaches it and does not pass it. Draft tokens come on top and are not known yet.
+
+    Raises EngineContractError naming the request, and each number that is wrong. Publishing by such numbers would store
+    pages that hold no KV under a valid key.
+    """
+    for name, number in (("computed_before", computed_before), ("tokens", tokens), ("draft_tokens", draft_tokens)):
+        if number < 0:
+            raise EngineContractError(f"request {request_id!r}: scheduled with {name} = {number}; it counts tokens from 0")
+    if computed_before + tokens > known_tokens:
+        raise EngineContractError(
+            f"request {request_id!r}: {computed_before} tokens computed before and {tokens} in this pass, but its sequence "
+            f"has {known_tokens}; confirmed tokens are appended before the pass that computes them, drafts go into draft_tokens"
+        )
