@@ -16,6 +16,7 @@ from akv.errors import (
     SettingsError,
     TokenError,
 )
+from akv.settings import Settings, StoreSettings, check_settings
 from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import LoadState
@@ -46,6 +47,9 @@ __all__ = [
     "SavesCompleted",
     "Scheduled",
     "Scope",
+    "Settings",
     "SettingsError",
+    "StoreSettings",
     "TokenError",
+    "check_settings",
 ]
