@@ -1,0 +1,168 @@
+"""FakeRunner: virtual durations, gates, limits, and an end for every call that returns."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from akv.errors import NotOpenError
+from akv.ports.calls import CallEnd, CallKind, CallRunner, CallSize
+from akv_testing.calls import FakeRunner, Latency
+from akv_testing.clock import settle
+from akv_testing.errors import CallLimitExceeded, MisuseError
+
+pytestmark = pytest.mark.anyio
+
+ONE = CallSize(keys=1, bytes=100)
+
+
+@asynccontextmanager
+async def serving(runner: FakeRunner) -> AsyncIterator[FakeRunner]:
+    port: CallRunner = runner
+    async with anyio.create_task_group() as group:
+        await group.start(port.serve)
+        yield runner
+        group.cancel_scope.cancel()
+
+
+def noting(ends: list[tuple[Any, float]]) -> Callable[[CallEnd], None]:
+    return lambda end: ends.append((end.value if end.error is None else end.error, anyio.current_time()))
+
+
+async def test_a_call_takes_its_virtual_time_and_ends_once() -> None:
+    ends: list[tuple[Any, float]] = []
+    async with serving(FakeRunner(latency=Latency(get_s=2, per_key_s=1, per_byte_s=0.01))) as runner:
+        runner.start(CallKind.GET, lambda: "value", ONE, noting(ends))
+        assert not ends
+        await anyio.sleep(100)
+    assert ends == [("value", pytest.approx(4))]
+    assert runner.outstanding() == 0
+
+
+@pytest.mark.parametrize(("at_start", "seen"), [(True, 0.0), (False, 3.0)])
+async def test_the_body_runs_at_the_end_or_at_the_start(at_start: bool, seen: float) -> None:
+    ends: list[tuple[Any, float]] = []
+    async with serving(FakeRunner(latency=Latency(put_s=3), body_at_start=at_start)) as runner:
+        runner.start(CallKind.PUT, anyio.current_time, ONE, noting(ends))
+        await anyio.sleep(10)
+    assert ends == [(pytest.approx(seen), pytest.approx(3))]
+
+
+async def test_ends_come_by_time_then_by_order_of_start() -> None:
+    ends: list[tuple[Any, float]] = []
+    async with serving(FakeRunner(latency=lambda kind, _: 2 if kind is CallKind.PROBE else 1)) as runner:
+        for name, kind in [("a", CallKind.PROBE), ("b", CallKind.GET), ("c", CallKind.PUT), ("d", CallKind.COPY)]:
+            runner.start(kind, lambda name=name: name, ONE, noting(ends))
+        await anyio.sleep(10)
+    assert [value for value, _ in ends] == ["b", "c", "d", "a"]
+
+
+async def test_what_a_body_raises_is_its_end() -> None:
+    ends: list[tuple[Any, float]] = []
+    error = OSError("store")
+
+    def body() -> None:
+        raise error
+
+    async with serving(FakeRunner()) as runner:
+        runner.start(CallKind.GET, body, ONE, noting(ends))
+        await settle()
+    assert ends == [(error, 0)]
+
+
+@pytest.mark.parametrize("culprit", ["body", "done"])
+async def test_misuse_in_a_body_and_a_raising_done_leave_through_serve(culprit: str) -> None:
+    def fail(*_: object) -> None:
+        raise MisuseError("seen")
+
+    async def scenario() -> None:
+        async with serving(FakeRunner()) as runner:
+            runner.start(CallKind.GET, fail if culprit == "body" else str, ONE, fail)
+            await anyio.sleep(1)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await scenario()
+    assert caught.group_contains(MisuseError, match="seen")
+
+
+async def test_limits_hold_and_one_more_may_wait() -> None:
+    ends: list[tuple[Any, float]] = []
+    async with serving(FakeRunner(limits=dict.fromkeys(CallKind, 2), latency=Latency(get_s=1))) as runner:
+        for name in "abc":
+            runner.start(CallKind.GET, lambda name=name: name, ONE, noting(ends))
+        assert (runner.outstanding(CallKind.GET), runner.outstanding(CallKind.PUT)) == (3, 0)
+        with pytest.raises(CallLimitExceeded, match="get"):
+            runner.start(CallKind.GET, str, ONE, noting(ends))
+        await anyio.sleep(10)
+    assert ends == [("a", pytest.approx(1)), ("b", pytest.approx(1)), ("c", pytest.approx(2))]
+    assert runner.most_running[CallKind.GET] == 2
+
+
+async def test_a_gate_holds_the_nth_call_until_released() -> None:
+    ends: list[tuple[Any, float]] = []
+    ran: list[str] = []
+    async with serving(FakeRunner(latency=Latency(get_s=1))) as runner:
+        gate = runner.hold(CallKind.GET, nth=2)
+        for name in "abc":
+            runner.start(CallKind.GET, lambda name=name: ran.append(name) or name, ONE, noting(ends))
+        await gate.reached()
+        await anyio.sleep(10)
+        assert (ran, gate.holding, runner.outstanding()) == (["a", "c"], 1, 1)
+        gate.release()
+        gate.release()
+        await anyio.sleep(10)
+    assert ends == [("a", pytest.approx(1)), ("c", pytest.approx(2)), ("b", pytest.approx(11))]
+
+
+async def test_a_gate_behind_the_body_lets_the_effect_happen() -> None:
+    ends: list[tuple[Any, float]] = []
+    ran: list[str] = []
+    async with serving(FakeRunner()) as runner:
+        gate = runner.hold(CallKind.PUT, after_body=True)
+        runner.start(CallKind.PUT, lambda: ran.append("put"), ONE, noting(ends))
+        await gate.reached()
+        assert ran == ["put"]
+        assert not ends
+        gate.release()
+        await settle()
+    assert len(ends) == 1
+
+
+async def test_a_gate_for_all_holds_every_call_of_its_kind() -> None:
+    ends: list[tuple[Any, float]] = []
+    async with serving(FakeRunner()) as runner:
+        gate = runner.hold_all(CallKind.GET)
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+        runner.start(CallKind.PROBE, str, ONE, noting(ends))
+        await settle()
+        assert (gate.holding, len(ends)) == (2, 1)
+        gate.release()
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+        await settle()
+    assert len(ends) == 4
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_close_waits_within_its_deadline_and_counts_what_hangs(served: bool) -> None:
+    ends: list[tuple[Any, float]] = []
+    runner = FakeRunner(latency=Latency(get_s=1))
+    runner.hold(CallKind.GET, nth=2)
+    async with serving(runner):
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+        if served:
+            assert await runner.close(5) == 1
+            assert anyio.current_time() == pytest.approx(5)
+    assert await runner.close(5) == 1
+    assert len(ends) == (1 if served else 0)
+    with pytest.raises(NotOpenError):
+        runner.start(CallKind.GET, str, ONE, noting(ends))
+
+
+async def test_close_returns_at_once_when_nothing_is_outstanding() -> None:
+    async with serving(FakeRunner()) as runner:
+        assert await runner.close(5) == 0
+    assert anyio.current_time() == 0
