@@ -1,0 +1,226 @@
+"""What akv says about itself: one catalogue of events with stable dotted names (V1), and the only way to emit them.
+
+The library configures no logging. Where the application configured structlog, events go there; else to the standard library's
+logger "akv", so that by default nothing is printed but warnings and errors, on stderr. Prompt text, token values and salts
+never go into an event; page keys only into one of level debug (X6).
+"""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anyio
+import msgspec
+import structlog
+
+#: Keys the hashes of names that must not be readable in a log, nor comparable between the logs of two processes.
+_PROCESS_KEY = secrets.token_bytes(32)
+
+#: The levels of the catalogue, as the standard library numbers them.
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+#: What `step()` adds to the fields of its event.
+STEP_FIELDS = ("phase", "outcome", "duration_s")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of the catalogue. Names are stable: dashboards and alerts are built on them."""
+
+    #: Dotted, "akv.<part>.<what happened>".
+    name: str
+    #: "debug", "info", "warning" or "error".
+    level: str
+    #: Every field that it may carry. Units are in the names, as everywhere.
+    fields: tuple[str, ...]
+    #: For the reference: when it is emitted, and what a reader does about it.
+    meaning: str
+
+
+CATALOGUE: dict[str, Event] = {}
+
+
+def _event(name: str, level: str, fields: str, meaning: str) -> Event:
+    event = Event(name=name, level=level, fields=tuple(fields.split()), meaning=meaning)
+    CATALOGUE[name] = event
+    return event
+
+
+CONNECTOR_OPEN = _event(
+    "akv.connector.open",
+    "info",
+    "pool role layout key_space groups loaders savers phase outcome duration_s",
+    "A connector opens. Its outcome says whether it did.",
+)
+CONNECTOR_CLOSE = _event(
+    "akv.connector.close",
+    "info",
+    "requests outstanding_calls phase outcome duration_s",
+    "A connector closes; `requests` were still open, `outstanding_calls` of the store did not return.",
+)
+CONNECTOR_BROKEN = _event(
+    "akv.connector.broken",
+    "error",
+    "reason",
+    "The connector stopped because of a fault that it cannot repair; every later call raises ConnectorBroken. "
+    "Report it with the exception that the event carries.",
+)
+CONNECTOR_UNCLEAN_EXIT = _event(
+    "akv.connector.unclean_exit",
+    "warning",
+    "outstanding_calls buffers deadline_s",
+    "Store calls did not return within the shutdown deadline. What they touch is kept to the end of the process, "
+    "and the store is not closed.",
+)
+POOL_OPEN = _event(
+    "akv.pool.open",
+    "info",
+    "pool master_address protocol segment_bytes client_version phase outcome duration_s",
+    "This process joins a pool.",
+)
+POOL_CLOSE = _event(
+    "akv.pool.close",
+    "info",
+    "pool phase outcome duration_s",
+    "This process leaves the pool. The store's client holds the interpreter lock meanwhile.",
+)
+POOL_EMBEDDED_START = _event(
+    "akv.pool.embedded.start",
+    "info",
+    "pid master_address phase outcome duration_s",
+    "A master of our own starts as a child process, on loopback.",
+)
+POOL_EMBEDDED_EXIT = _event(
+    "akv.pool.embedded.exit",
+    "info",
+    "pid status expected",
+    "The embedded master ended. `expected` is false if nobody asked it to: the pool is gone, and lookups miss from then on.",
+)
+POOL_CALL_FAILED = _event(
+    "akv.pool.call_failed",
+    "warning",
+    "call state code keys failed duration_s",
+    "A store call answered trouble for `failed` of its keys; `state` and `code` are the first one's. "
+    "A missing key is no trouble and is not reported here.",
+)
+LOOKUP_COMPLETE = _event(
+    "akv.lookup.complete",
+    "debug",
+    "request_id incarnation outcome tokens local_tokens probed_keys duration_s",
+    "A lookup answered; `outcome` is one of the words of LookupOutcome, `tokens` the size of the offer.",
+)
+LOAD_QUEUED = _event(
+    "akv.load.queued",
+    "debug",
+    "request_id incarnation load_id pages bytes",
+    "A reservation was taken up and waits for a loader.",
+)
+LOAD_COMPLETE = _event(
+    "akv.load.complete",
+    "debug",
+    "request_id incarnation load_id pages bytes duration_s",
+    "Every page of a load is in the engine's cache.",
+)
+LOAD_FAILED = _event(
+    "akv.load.failed",
+    "warning",
+    "request_id incarnation load_id reason pages duration_s",
+    "The pool did not deliver a page of a load. The request computes instead; nothing else is affected.",
+)
+LOAD_FAILED_KEY = _event(
+    "akv.load.failed_key",
+    "debug",
+    "request_id incarnation load_id key state code",
+    "Which page a failed load missed first. Apart from akv.load.failed because page keys are logged at debug level only.",
+)
+LOAD_CANCELLED = _event(
+    "akv.load.cancelled",
+    "debug",
+    "request_id incarnation load_id pages duration_s",
+    "A load ended because its request was cancelled, finished or preempted.",
+)
+SAVE_QUEUED = _event(
+    "akv.save.queued",
+    "debug",
+    "request_id incarnation save_id blocks pages bytes",
+    "Computed blocks wait for a saver.",
+)
+SAVE_COMPLETE = _event(
+    "akv.save.complete",
+    "debug",
+    "request_id incarnation save_id blocks bytes duration_s",
+    "The pool took blocks.",
+)
+SAVE_REFUSED = _event(
+    "akv.save.refused",
+    "info",
+    "request_id incarnation save_id blocks reason",
+    "The pool did not take blocks. They are offered again after `save_backoff_s`, as long as the request holds their pages.",
+)
+SAVE_DROPPED = _event(
+    "akv.save.dropped",
+    "debug",
+    "request_id incarnation save_id blocks reason",
+    "Blocks were withdrawn before they were read: their request was cancelled, or their pass never ran.",
+)
+PLAN_DROPPED = _event(
+    "akv.plan.dropped",
+    "debug",
+    "plan_id saves reason",
+    "A pass was planned and did not run. Its blocks are listed again by a later plan.",
+)
+
+
+def emit(event: Event, *, error: BaseException | None = None, **fields: object) -> None:
+    """Say that `event` happened. Never raises for what the event says; costs about a microsecond where nobody listens.
+
+    `error` is logged with its traceback. `fields` are names of the catalogue's entry; the architecture tests read every call.
+    """
+    _send(event, event.level, error, fields)
+
+
+@contextmanager
+def step(event: Event, *, clock: Callable[[], float] = anyio.current_time, **fields: object) -> Iterator[dict[str, object]]:
+    """Emit `event` twice around a block: phase "begin" at level debug, and phase "end" with `outcome` and `duration_s`.
+
+    Yields a mapping; what the block puts into it is added to the end's fields. The outcome is "ok"; or "error" after an
+    exception, which passes on, and then the end is at level warning at least; or "cancelled" after a BaseException that is no
+    Exception, as the cancellations of asyncio and trio are. `clock` returns seconds; the default is the running loop's, so off
+    a loop pass `time.monotonic`.
+    """
+    more: dict[str, object] = {}
+    began = clock()
+    _send(event, "debug", None, {**fields, "phase": "begin"})
+    outcome, level = "ok", event.level
+    try:
+        yield more
+    except Exception:
+        outcome, level = "error", max(event.level, "warning", key=LEVELS.__getitem__)
+        raise
+    except BaseException:
+        outcome = "cancelled"
+        raise
+    finally:
+        # No exception is passed along: it goes on to somebody who handles or reports it.
+        _send(event, level, None, {**fields, **more, "phase": "end", "outcome": outcome, "duration_s": clock() - began})
+
+
+def secret_id(text: str | None) -> str:
+    """A short name for a salt, a tenant or a conversation: the same all through this process, and without meaning outside it."""
+    return hashlib.blake2b((text or "").encode("utf-8", "surrogatepass"), key=_PROCESS_KEY, digest_size=8).hexdigest()
+
+
+def _send(event: Event, level: str, error: BaseException | None, fields: dict[str, object]) -> None:
+    if structlog.is_configured():
+        # A fresh proxy each time: an application, or a test, may configure structlog again.
+        log = structlog.get_logger("akv")
+        if error is not None:
+            fields = {**fields, "exc_info": error}
+        getattr(log, level)(event.name, **fields)
+        return
+    logger = logging.getLogger("akv")
+    if logger.isEnabledFor(LEVELS[level]):
+        text = " ".join([event.name, *(f"{name}={value!r}" for name, value in fields.items())])
+        extra = {"akv_event": event.name, "akv_fields": fields}
+        logger.log(LEVELS[level], "%s", text, exc_info=error, extra=extra)
