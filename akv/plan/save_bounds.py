@@ -36,5 +36,5 @@ def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_to
     if computed_before + tokens > known_tokens:
         raise EngineContractError(
             f"request {request_id!r}: {computed_before} tokens computed before and {tokens} in this pass, but its sequence "
-            f"has {known_tokens}; confirmed tokens are appended before the pass that computes them, drafts go into draft_tokens"
+            f"has {known_tokens}; append confirmed tokens before the pass that computes them; drafts go into draft_tokens"
         )

@@ -80,15 +80,19 @@ def _encode_sequence(tokens: object, start: int) -> bytes:
 
 def _encode_one(token: Any, position: int) -> bytes:
     """Encode one element of a sequence that is not plain integers throughout, such as a list of numpy integers."""
-    try:
-        value = operator.index(token)
-    except TypeError:
-        value = True
-    if isinstance(value, bool):
+    # `index` also refuses numpy's bools, but turns Python's own into 0 and 1.
+    if isinstance(token, bool) or (value := _index(token)) is None:
         _refuse(position, f"a token is an integer, not a {type(token).__name__}")
     if not _INT64.min <= value <= _INT64.max:
         _refuse(position, "the token is outside the range of int64")
     return struct.pack("<q", value)
+
+
+def _index(token: Any) -> int | None:
+    try:
+        return operator.index(token)
+    except TypeError:
+        return None
 
 
 def _refuse(position: int, why: str) -> NoReturn:
