@@ -1,0 +1,10 @@
+"""What an engine without a paged cache of its own needs to embed akv: pages, and the prefixes that they can be reused for.
+
+Pure and synchronous: one owner calls it, nothing here waits, nothing knows a device. `PagedCache` decides which page holds
+which block; the engine's tensors hold the bytes. Read `cache.py` first.
+"""
+
+from akv.host.cache import PagedCache
+from akv.host.sequence import Hold, PagedSequence
+
+__all__ = ["Hold", "PagedCache", "PagedSequence"]
