@@ -21,20 +21,14 @@ def closing_blocks(computed: int, tokens_per_block: int) -> int:
     return computed // tokens_per_block
 
 
-def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int, known_tokens: int) -> None:
-    """Refuse one request's part of a pass that cannot be true.
+def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int) -> None:
+    """Refuse one request's part of a pass that cannot be true: each number counts tokens from 0.
 
-    `known_tokens` is the length of the request's confirmed sequence: a pass computes KV for tokens that are known, so in
-    decoding `computed_before + tokens` reaches it and does not pass it. Draft tokens come on top and are not known yet.
+    A part that reaches beyond the confirmed sequence is no error: an engine that schedules ahead of its sampler feeds tokens that
+    it has not told yet, and blocks that hold one have no hash to be saved under (K6).
 
-    Raises EngineContractError naming the request, and each number that is wrong. Publishing by such numbers would store
-    pages that hold no KV under a valid key.
+    Raises EngineContractError naming the request, and the number that is wrong.
     """
     for name, number in (("computed_before", computed_before), ("tokens", tokens), ("draft_tokens", draft_tokens)):
         if number < 0:
             raise EngineContractError(f"request {request_id!r}: scheduled with {name} = {number}; it counts tokens from 0")
-    if computed_before + tokens > known_tokens:
-        raise EngineContractError(
-            f"request {request_id!r}: {computed_before} tokens computed before and {tokens} in this pass, but its sequence "
-            f"has {known_tokens}; append confirmed tokens before the pass that computes them; drafts go into draft_tokens"
-        )
