@@ -1,0 +1,36 @@
+"""The engine's device behind `akv.ports.device`: torch tensors, on a CPU or on CUDA. torch is imported nowhere else in akv.
+
+`caches.py` checks what the engine hands in, `host_memory.py` owns staging memory, `torch_copier.py` moves the bytes.
+Importing this package loads no torch; `open_torch_device` does.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from akv.errors import DependencyError
+from akv.values.layout import Layout
+
+if TYPE_CHECKING:
+    from akv.device.torch_copier import TorchCopier
+
+__all__ = ["open_torch_device"]
+
+
+def open_torch_device(layout: Layout, caches: Sequence[Sequence[Any]], stream: Any = None) -> "TorchCopier":
+    """Take an engine's caches at the door and return the copier that moves their pages. Copies nothing.
+
+    `caches[g][r]` is the tensor of region r of layer group g. Its first axis is the page; one page of it is contiguous and has
+    exactly `region.bytes_per_page` bytes. The pages themselves may lie apart (a slice such as `kv[:, 0]`, a padded pitch).
+    `stream` is the `torch.cuda.Stream` that the engine's kernels run on; the default is the current stream of the caches'
+    device. On a CPU there is none.
+
+    Raises SettingsError (fault of the embedding engine) naming the tensor that does not fit the layout, and DependencyError
+    (fault of the installation) when torch cannot be imported.
+    """
+    try:
+        from akv.device.torch_copier import TorchCopier  # noqa: PLC0415 - `import akv` must not load torch
+    except (ImportError, OSError) as error:  # OSError: torch is there, a library that it loads is not
+        raise DependencyError(
+            f"the engine's caches are torch tensors and torch cannot be imported ({error}). Run: pip install 'akv[torch]'"
+        ) from error
+    return TorchCopier(layout, caches, stream)
