@@ -30,7 +30,7 @@ class CopyScript:
         self._lines.append(_Line(kind, nth, lambda work: None, error))
 
     def fail_copy(self, kind: CopyKind, error: Exception, *, nth: int = 1) -> None:
-        """It fails as it runs: its event raises once it ended, its destination keeps garbage."""
+        """It fails as it runs: its event then raises a DeviceError caused by `error`, its destination keeps garbage."""
 
         def apply(work: Work) -> None:
             work.error = error

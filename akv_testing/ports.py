@@ -1,10 +1,10 @@
 """The three fakes together, small enough for a test to print, in one line."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import anyio
 
+from akv.ports import Ports
 from akv.ports.calls import CallKind, CallSize
 from akv.values.layout import LayerGroup, Layout, Region
 from akv_testing.calls import FakeRunner
@@ -13,8 +13,8 @@ from akv_testing.pool import FakePool
 from akv_testing.store import FakeStore
 
 
-class FakePorts(NamedTuple):
-    """What a connector needs of the world, faked: `Ports(*fake_ports())`."""
+class FakePorts(Ports, frozen=True, kw_only=True):
+    """What a connector needs of the world, faked: `open_connector(..., ports=fake_ports())`."""
 
     pool: FakePool
     device: FakeDevice
@@ -64,7 +64,7 @@ def fake_ports(
     geometry = tiny_layout() if layout is None else layout
     counts = [pages] * len(geometry.groups) if isinstance(pages, int) else pages
     return FakePorts(
-        FakePool(FakeStore(now) if store is None else store, name=name),
-        FakeDevice(geometry, counts, now),
-        FakeRunner(latency=latency, now=now),
+        pool=FakePool(FakeStore(now) if store is None else store, name=name),
+        device=FakeDevice(geometry, counts, now),
+        runner=FakeRunner(latency=latency, now=now),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from akv.errors import DeviceError
 from akv_testing.races import Actor, Stamp
 
 WorkKind = Literal["gather", "scatter", "kernel", "wait"]
@@ -31,7 +32,7 @@ class Work:
     ended: bool = False
     #: Before this moment it does not begin; None for never, until a gate opens.
     not_before: float | None = 0.0
-    #: What its event raises once it ended; its destination keeps the garbage then.
+    #: What its event's DeviceError is caused by once it ended; its destination keeps the garbage then.
     error: Exception | None = None
 
     def place_in_time(self) -> None:
@@ -114,7 +115,7 @@ class FakeEvent:
             return False
         self._host.join(self.stamp.clock)
         if self.work is not None and self.work.error is not None:
-            raise self.work.error
+            raise DeviceError(f"a {self.work.kind} on {self.work.stream} failed: {self.work.error}") from self.work.error
         return True
 
 

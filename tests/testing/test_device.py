@@ -2,7 +2,7 @@
 
 import pytest
 
-from akv.errors import NotOpenError
+from akv.errors import DeviceError, NotOpenError
 from akv.ports.device import DeviceCopier
 from akv.ports.pool import KeyState
 from akv_testing.clock import ManualClock
@@ -172,8 +172,9 @@ def test_a_copy_can_fail_at_the_call_or_as_it_runs(device: FakeDevice, clock: Ma
     assert not event.query()
     clock.advance(COPY_S)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="as it ran"):
+        with pytest.raises(DeviceError, match="as it ran") as caught:
             event.query()
+        assert isinstance(caught.value.__cause__, RuntimeError)
     assert buffer.host_read(0, SIZE) == bytes([TORN]) * SIZE
     assert device.busy == 0
 
