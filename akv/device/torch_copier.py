@@ -1,8 +1,8 @@
 """Pages between torch caches and host buffers: one code path for CPU and CUDA tensors.
 
-Per region one indexed copy moves all pages of a call, never one copy per page (130 pages of 48 regions to the host, measured
-on an H200: 0.5 ms of host time against 48 ms). On CUDA it runs between the cache and a scratch on the device, and each run of
-adjacent slots is one bulk copy between scratch and host. On a CPU the host buffer is its own scratch.
+On CUDA one indexed copy per region moves all pages of a call between the cache and a scratch on the device, never one copy per
+page (130 pages of 48 regions, measured on an H200: 0.5 ms of host time against 48 ms), and each run of adjacent slots is one
+bulk copy between scratch and host. On a CPU the host buffer is its own scratch, and the indexed copies are cut small.
 """
 
 import threading
@@ -23,6 +23,11 @@ from akv.values.layout import Layout
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. Large enough
 #: that a bulk copy of that size runs at full speed, small beside a cache. One page at least.
 SCRATCH_BYTES = 64 << 20
+
+#: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
+#: threads, which wait for each other: beside other work on the same cores, such as a forward pass, that was measured 10 to 40
+#: times slower than this thread alone, and never much faster.
+CPU_PIECE = 32_767
 
 
 class TorchEvent:
@@ -250,20 +255,27 @@ def _in_slot_order(
     return torch.from_numpy(index), slots.tolist()
 
 
-def _runs(slots: list[int], page_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where adjacent slots begin and end in the list: [first, last)."""
+def _runs(slots: list[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:
+    """Cut the ascending slots into runs of one step: (first, last, step), slots[first:last] lying `step` bytes apart.
+
+    Without `gaps` the slots of a run touch. With them they may lie further apart, as the slots of a group of small pages do in
+    staging whose slots are as large as the largest page.
+    """
     first = 0
-    for last in range(1, len(slots) + 1):
-        if last == len(slots) or slots[last] - slots[last - 1] != page_bytes:
-            yield first, last
-            first = last
+    while first < len(slots):
+        last, step = first + 1, page_bytes
+        if gaps and last < len(slots):
+            step = max(step, slots[last] - slots[first])
+        while last < len(slots) and slots[last] - slots[last - 1] == step:
+            last += 1
+        yield first, last, step
+        first = last
 
 
 def _move_directly(cache: GroupCache, index: torch.Tensor, slots: list[int], host: torch.Tensor, *, to_host: bool) -> None:
-    page_bytes = cache.bytes_per_page
-    for first, last in _runs(slots, page_bytes):
-        run = host[slots[first] : slots[first] + (last - first) * page_bytes]
-        _exchange(cache, index[first:last], run.view(last - first, page_bytes), to_host=to_host)
+    for first, last, step in _runs(slots, cache.bytes_per_page, gaps=True):
+        table = host.as_strided((last - first, cache.bytes_per_page), (step, 1), slots[first])
+        _exchange(cache, index[first:last], table, to_host=to_host)
 
 
 def _move_through(
@@ -280,7 +292,7 @@ def _move_through(
         table = block.view(len(part), page_bytes)
         if to_host:
             _exchange(cache, pages, table, to_host=True)
-        for first, last in _runs(part, page_bytes):
+        for first, last, _ in _runs(part, page_bytes, gaps=False):
             on_device = block[first * page_bytes : last * page_bytes]
             on_host = host[part[first] : part[first] + on_device.numel()]
             if to_host:
@@ -294,10 +306,19 @@ def _move_through(
 def _exchange(cache: GroupCache, index: torch.Tensor, table: torch.Tensor, *, to_host: bool) -> None:
     """Move between the caches' pages and a table of stored pages, one row each, on the caches' device."""
     for region in cache.regions:
-        word = WORDS[gcd(region.word, table.data_ptr())]
+        word = WORDS[gcd(region.word, table.data_ptr(), table.stride(0))]
         rows = region.rows.view(word)
         part = table[:, region.start : region.stop].view(word)
-        if to_host:
-            torch.index_select(rows, 0, index, out=part)
-        else:
-            rows.index_copy_(0, index, part)
+        for some, columns in _pieces(*part.shape, most=CPU_PIECE if part.is_cpu else part.numel()):
+            if to_host:
+                torch.index_select(rows[:, columns], 0, index[some], out=part[some, columns])
+            else:
+                rows[:, columns].index_copy_(0, index[some], part[some, columns])
+
+
+def _pieces(count: int, width: int, *, most: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a table into pieces of whole rows, or of parts of rows that are too long, of at most `most` elements."""
+    tall = max(1, most // width)
+    for top in range(0, count, tall):
+        for left in range(0, width, most):
+            yield slice(top, top + tall), slice(left, left + most)
