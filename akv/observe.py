@@ -207,7 +207,7 @@ def step(event: Event, *, clock: Callable[[], float] = anyio.current_time, **fie
 
 
 def secret_id(text: str | None) -> str:
-    """A short name for a salt, a tenant or a conversation: the same all through this process, and without meaning outside it."""
+    """A short name for a salt, a tenant or a conversation: the same within this process, and without meaning outside it."""
     return hashlib.blake2b((text or "").encode("utf-8", "surrogatepass"), key=_PROCESS_KEY, digest_size=8).hexdigest()
 
 
