@@ -13,6 +13,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -151,6 +152,8 @@ class FakeRunner:
         self._waiting: dict[CallKind, deque[_Call]] = {kind: deque() for kind in CallKind}
         self._running: Counter[CallKind] = Counter()
         self._due: list[_Due] = []
+        #: Ends that wait for `serve()`.
+        self._ends: deque[tuple[Callable[[CallEnd], None], CallEnd]] = deque()
         self._order = 0
         self._serving = False
         self._closed = False
@@ -189,10 +192,11 @@ class FakeRunner:
         self._waiting[kind].append(new)
         self._begin(kind)
 
-    async def serve(self, *, task_status: TaskStatus[None]) -> None:
+    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Deliver ends until cancelled. What a `done` raises leaves through here, as does a fake's MisuseError.
 
-        **Cancellation:** calls that have not returned stay outstanding; `close()` counts them.
+        **Cancellation:** calls that have not returned stay outstanding, ends that were not delivered stay on record; another
+        `serve()` delivers them.
         """
         self._serving = True
         try:
@@ -206,18 +210,22 @@ class FakeRunner:
     async def close(self, deadline_s: float) -> int:
         """Wait until all calls returned, at most `deadline_s` virtual seconds; return how many are still outstanding.
 
-        Without `serve()` beside it the calls return as threads would, and nobody hears of it.
+        Calls that wait for a thread at the deadline will not run: they end with NotOpenError. Without `serve()` beside it
+        calls return all the same, and nobody hears of it.
 
         **Cancellation:** as at the deadline: what is outstanding stays so.
         """
         self._closed = True
-        with anyio.move_on_after(deadline_s):
-            await anyio.lowlevel.checkpoint()
-            while self.outstanding():
-                if self._serving:
-                    await self._changed.wait()
-                else:
-                    await self._turn(deliver=False)
+        try:
+            with anyio.move_on_after(deadline_s):
+                await anyio.lowlevel.checkpoint()
+                while self.outstanding():
+                    if self._serving:
+                        await self._changed.wait()
+                    else:
+                        await self._turn(deliver=False)
+        finally:
+            self._withdraw_unbegun()
         return self.outstanding()
 
     def _gate(self, gate: Gate) -> Gate:
@@ -231,7 +239,7 @@ class FakeRunner:
             call.record.began_at = self._now()
             self._running[kind] += 1
             self.most_running[kind] = max(self.most_running[kind], self._running[kind])
-            if call.gate is None or not call.gate._hold(lambda call=call: self._run(call), after_body=False):
+            if call.gate is None or not call.gate._hold(partial(self._run, call), after_body=False):
                 self._run(call)
 
     def _run(self, call: _Call) -> None:
@@ -245,28 +253,38 @@ class FakeRunner:
         self._notify()
 
     async def _turn(self, *, deliver: bool) -> None:
-        """Bring one call to its end if one is due, else wait for the next."""
+        """Deliver one end, or bring one call to its end if one is due, else wait for the next."""
         changed = self._changed
-        if self._due and self._due[0].at <= self._now():
-            self._finish(heapq.heappop(self._due).call, deliver=deliver)
+        if deliver and self._ends:
+            done, end = self._ends.popleft()
+            done(end)
+            await anyio.lowlevel.checkpoint()
+        elif self._due and self._due[0].at <= self._now():
+            self._finish(heapq.heappop(self._due).call)
             await anyio.lowlevel.checkpoint()
         else:
             wait_s = self._due[0].at - self._now() if self._due else float("inf")
             with anyio.move_on_after(wait_s):
                 await changed.wait()
 
-    def _finish(self, call: _Call, *, deliver: bool) -> None:
+    def _finish(self, call: _Call) -> None:
         if call.end is None:
             call.end = _run_body(call.body)
-        if call.gate is not None and call.gate._hold(lambda: self._schedule(call, 0), after_body=True):
+        if call.gate is not None and call.gate._hold(partial(self._schedule, call, 0), after_body=True):
             return
         kind = call.record.kind
         call.record.ended_at = self._now()
         self._running[kind] -= 1
         self._begin(kind)
+        self._ends.append((call.done, call.end))
         self._notify()
-        if deliver:
-            call.done(call.end)
+
+    def _withdraw_unbegun(self) -> None:
+        for waiting in self._waiting.values():
+            while waiting:
+                error = NotOpenError("the connector closed before this call could begin")
+                self._ends.append((waiting.popleft().done, CallEnd(error=error)))
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -202,7 +202,7 @@ class FakeDevice:
     def read_page(self, group: int, page: int) -> bytes:
         """What a page holds at this moment: the test's own look, not checked and not recorded."""
         self._timeline.settle()
-        return self._pages[group][page].tobytes()
+        return bytes(self._pages[group][page])
 
     def pattern(self, group: int, seed: int) -> bytes:
         """Bytes for one page of a group, different for each seed, and nowhere periodic."""

@@ -49,7 +49,7 @@ class FakeHostBuffer:
     def view(self) -> memoryview:
         """Its bytes as they are now, writable, format "B"."""
         self._settle()
-        return memoryview(self.array)
+        return self.array.data
 
     def check_piece(self, offset: int, nbytes: int) -> None:
         """Raise MisuseError unless the piece lies in the buffer."""

@@ -1,0 +1,191 @@
+"""What a `DeviceCopier` promises, on whatever device. Blocking code: it needs no event loop."""
+
+# ruff: noqa: D102, N802 - a test's name says what holds, and by which rule
+
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from akv.errors import EngineContractError, NotOpenError
+from akv.ports.device import DeviceCopier, PassEvent
+from akv.values.layout import Layout
+
+
+class DeviceKit(Protocol):
+    """A device with an engine beside it, as the suite plays it: pages are written and read on the execution stream."""
+
+    @property
+    def device(self) -> DeviceCopier:
+        """The open device under test."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it was opened with: two groups of different page sizes at least, one with several regions."""
+        ...
+
+    def write(self, group: int, page: int, content: bytes) -> None:
+        """Queue a write of a whole page, its regions' bytes concatenated, that takes a moment if the device can take one."""
+        ...
+
+    def read(self, group: int, page: int) -> bytes:
+        """A page's bytes as a kernel sees them that is queued now; blocks until it ran."""
+        ...
+
+    def wait(self, event: PassEvent) -> None:
+        """Block until `event.query()` says True; raise if it does not within seconds."""
+        ...
+
+
+class DeviceConformance:
+    """Fixture to supply: `kit`, a fresh `DeviceKit` whose groups have eight pages or more each."""
+
+    def test_it_counts_the_pages_of_each_group(self, kit: DeviceKit) -> None:
+        assert len(kit.device.page_counts) == len(kit.layout.groups)
+        assert all(count >= 8 for count in kit.device.page_counts)
+
+    def test_a_host_buffer_is_memory_at_its_address(self, kit: DeviceKit) -> None:
+        one, other = kit.device.host_buffer(1000), kit.device.host_buffer(1)
+        assert (one.nbytes, other.nbytes) == (1000, 1)
+        assert one.address + 1000 <= other.address or other.address + 1 <= one.address
+        view = one.view()
+        assert (view.format, view.nbytes, view.readonly, view.contiguous) == ("B", 1000, False, True)
+        view[7] = 77
+        assert one.view()[7] == 77
+        assert np.frombuffer(view, dtype=np.uint8).ctypes.data == one.address
+
+    def test_gather_lays_each_page_at_its_offset_regions_in_order(self, kit: DeviceKit) -> None:
+        device = kit.device
+        stream = device.open_stream("saver")
+        for group, size in enumerate(page_sizes(kit)):
+            contents = {page: pattern(10 * group + page, size) for page in (5, 0, 3)}
+            for page, content in contents.items():
+                kit.write(group, page, content)
+            buffer = device.host_buffer(8 * size + 3)
+            buffer.view()[:] = bytes(buffer.nbytes)
+            offsets = {5: 6 * size + 3, 0: 0, 3: 2 * size}
+            event = device.gather(stream, group, list(contents), buffer, [offsets[page] for page in contents], device.record())
+            kit.wait(event)
+            seen = bytes(buffer.view())
+            assert {page: seen[at : at + size] for page, at in offsets.items()} == contents
+            between = seen[size : 2 * size] + seen[3 * size : 6 * size + 3] + seen[7 * size + 3 :]
+            assert not any(between), "nothing else is written"
+
+    def test_scatter_fills_each_page_from_its_offset_and_no_other(self, kit: DeviceKit) -> None:
+        device = kit.device
+        stream = device.open_stream("loader")
+        for group, size in enumerate(page_sizes(kit)):
+            for page in range(8):
+                kit.write(group, page, bytes(size))
+            contents = {7: pattern(1, size), 1: pattern(2, size), 2: pattern(3, size)}
+            buffer = device.host_buffer(5 * size)
+            offsets = {7: 0, 1: 4 * size, 2: size}
+            for page, at in offsets.items():
+                buffer.view()[at : at + size] = contents[page]
+            event = device.scatter(
+                stream, group, list(contents), buffer, [offsets[page] for page in contents], device.record()
+            )
+            kit.wait(event)
+            assert {page: kit.read(group, page) for page in contents} == contents
+            assert not any(any(kit.read(group, page)) for page in range(8) if page not in contents)
+
+    def test_D5_a_gather_sees_what_the_pass_before_its_event_computed(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        buffer = device.host_buffer(size)
+        kit.write(0, 4, pattern(1, size))
+        after_pass = device.record()
+        kit.wait(device.gather(device.open_stream("saver"), 0, [4], buffer, [0], after_pass))
+        assert bytes(buffer.view()) == pattern(1, size)
+
+    def test_D5_a_scatter_comes_behind_the_fence_of_its_pages(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        buffer = device.host_buffer(size)
+        buffer.view()[:] = pattern(2, size)
+        kit.write(0, 4, pattern(1, size))
+        fence = device.record()
+        kit.wait(device.scatter(device.open_stream("loader"), 0, [4], buffer, [0], fence))
+        assert kit.read(0, 4) == pattern(2, size)
+
+    def test_M4_the_execution_stream_waits_for_a_load_without_the_host(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        buffer = device.host_buffer(size)
+        buffer.view()[:] = pattern(3, size)
+        loaded = device.scatter(device.open_stream("loader"), 0, [6], buffer, [0], device.record())
+        device.execution_waits_for(loaded)
+        assert kit.read(0, 6) == pattern(3, size)
+        kit.wait(loaded)
+        device.execution_waits_for(loaded)
+
+    def test_copies_on_one_stream_run_in_order_and_on_two_behind_an_event(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[1]
+        loader, saver = device.open_stream("loader"), device.open_stream("saver")
+        buffer = device.host_buffer(4 * size)
+        buffer.view()[:] = pattern(1, size) + pattern(2, size) + bytes(2 * size)
+        fence = device.record()
+        device.scatter(loader, 1, [0], buffer, [0], fence)
+        second = device.scatter(loader, 1, [0], buffer, [size], fence)
+        same_stream = device.gather(loader, 1, [0], buffer, [2 * size], fence)
+        other_stream = device.gather(saver, 1, [0], buffer, [3 * size], second)
+        kit.wait(same_stream)
+        kit.wait(other_stream)
+        assert bytes(buffer.view()[2 * size :]) == pattern(2, size) * 2
+
+    def test_an_event_that_came_stays(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        kit.write(0, 0, pattern(1, size))
+        event = device.record()
+        kit.wait(event)
+        kit.write(0, 0, pattern(2, size))
+        assert event.query()
+        assert event.query()
+        kit.wait(device.record())
+
+    def test_a_copy_of_no_pages_ends_too(self, kit: DeviceKit) -> None:
+        device = kit.device
+        stream, buffer = device.open_stream("idle"), device.host_buffer(1)
+        kit.wait(device.gather(stream, 0, [], buffer, [], device.record()))
+        kit.wait(device.scatter(stream, 0, [], buffer, [], device.record()))
+        assert device.record().query()
+
+    def test_L6_pages_that_do_not_exist_and_room_that_is_short_are_refused_and_nothing_is_copied(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        kit.write(0, 0, bytes(size))
+        stream, buffer = device.open_stream("loader"), device.host_buffer(2 * size)
+        buffer.view()[:] = pattern(1, 2 * size)
+        for pages, offsets in [
+            ([0, device.page_counts[0]], [0, size]),
+            ([0, -1], [0, size]),
+            ([0, 1], [0, size + 1]),
+            ([0, 1], [0]),
+            ([0, 0], [0, size]),
+        ]:
+            with pytest.raises((EngineContractError, ValueError, AssertionError)):
+                device.scatter(stream, 0, pages, buffer, offsets, device.record())
+        with pytest.raises((EngineContractError, ValueError, AssertionError)):
+            device.gather(stream, 0, [0, 1], buffer, [0, size - 1], device.record())
+        kit.wait(device.record())
+        assert kit.read(0, 0) == bytes(size)
+        assert bytes(buffer.view()) == pattern(1, 2 * size)
+
+    def test_close_is_idempotent_and_memory_outlives_it(self, kit: DeviceKit) -> None:
+        device = kit.device
+        buffer = device.host_buffer(64)
+        view = buffer.view()
+        device.open_stream("unused")
+        device.close()
+        device.close()
+        view[:] = bytes(range(64))
+        assert bytes(buffer.view()) == bytes(range(64))
+        with pytest.raises(NotOpenError):
+            device.record()
+
+
+def page_sizes(kit: DeviceKit) -> list[int]:
+    """Bytes of a page of each group."""
+    return [group.bytes_per_page for group in kit.layout.groups]
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """Bytes that belong to no other seed, every kind of NaN among them: a copy that computes would change some."""
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8).tobytes()
