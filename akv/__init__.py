@@ -3,10 +3,12 @@
 This is the public API. Importing it is light: torch, mooncake and trio are loaded by `open_connector()` when it needs them.
 """
 
+from akv.connector import Connector, open_connector
 from akv.errors import (
     AkvError,
     ConnectorBroken,
     DependencyError,
+    DeviceError,
     EngineContractError,
     LoadCancelled,
     LoadEnded,
@@ -16,6 +18,8 @@ from akv.errors import (
     SettingsError,
     TokenError,
 )
+from akv.ports import Ports
+from akv.request import Load, Request
 from akv.settings import Settings, StoreSettings, check_settings
 from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
@@ -28,11 +32,14 @@ __all__ = [
     "EMPTY_SCOPE",
     "NO_PAGE",
     "AkvError",
+    "Connector",
     "ConnectorBroken",
     "DependencyError",
+    "DeviceError",
     "EngineContractError",
     "LayerGroup",
     "Layout",
+    "Load",
     "LoadCancelled",
     "LoadCompleted",
     "LoadEnded",
@@ -43,7 +50,9 @@ __all__ = [
     "Offer",
     "PageIndex",
     "PoolError",
+    "Ports",
     "Region",
+    "Request",
     "SavesCompleted",
     "Scheduled",
     "Scope",
@@ -52,4 +61,5 @@ __all__ = [
     "StoreSettings",
     "TokenError",
     "check_settings",
+    "open_connector",
 ]

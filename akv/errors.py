@@ -64,6 +64,13 @@ class ConnectorBroken(AkvError):
     """
 
 
+class DeviceError(AkvError):
+    """The device failed work that was queued on it. At fault: the device, its driver, or the kernels that ran before.
+
+    Adapters of the device raise it; a load ends with it as FAILED, a save as refused. The original error is its `__cause__`.
+    """
+
+
 class LoadEnded(AkvError):
     """Base of the two ways in which `Load.wait()` ends without the pages being filled. Nothing writes into them any more."""
 

@@ -24,8 +24,8 @@ def closing_blocks(computed: int, tokens_per_block: int) -> int:
 def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int) -> None:
     """Refuse one request's part of a pass that cannot be true: each number counts tokens from 0.
 
-    A part that reaches beyond the confirmed sequence is no error: an engine that schedules ahead of its sampler feeds tokens that
-    it has not told yet, and blocks that hold one have no hash to be saved under (K6).
+    A part that reaches beyond the confirmed sequence is no error: an engine that schedules ahead of its sampler feeds tokens
+    that it has not told yet, and blocks that hold one have no hash to be saved under (K6).
 
     Raises EngineContractError naming the request, and the number that is wrong.
     """

@@ -3,3 +3,21 @@
 Mooncake and torch appear only behind them, in `akv.pool` and `akv.device`; the fakes of `akv_testing` implement the same
 Protocols and pass the same conformance suites.
 """
+
+import msgspec
+
+from akv.ports.calls import CallRunner
+from akv.ports.device import DeviceCopier
+from akv.ports.pool import PagePool
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """The three parts that a connector stands on. `open_connector(ports=...)` takes them instead of Mooncake, torch and
+    threads.
+
+    Who passes them owns them: the connector registers its buffers with the pool and closes neither pool nor device.
+    """
+
+    pool: PagePool
+    device: DeviceCopier
+    runner: CallRunner

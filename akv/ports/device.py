@@ -28,7 +28,7 @@ class PassEvent(Protocol):
     def query(self) -> bool:
         """Whether everything before this point has completed. Never blocks. Once True, always True.
 
-        Raises what the work raised, if it failed: then nothing of it is running any more either.
+        Raises DeviceError, caused by what the work raised, if it failed: then nothing of it is running any more either.
         """
         ...
 
@@ -46,9 +46,9 @@ class DeviceCopier(Protocol):
     """Copies pages between an engine's cache and host buffers, in order, without the host waiting.
 
     A page at an offset of a host buffer lies there as its regions' bytes, concatenated in the layout's order. `gather` and
-    `scatter` may take host time (they issue one copy per region, not per page; on a CPU they do the copying), so they are called
-    through a `CallRunner`; the other methods are quick and called on the loop. `akv_testing.conformance.device` holds what an
-    implementation must pass.
+    `scatter` may take host time (they issue one copy per region, not per page; on a CPU they do the copying), so they are
+    called through a `CallRunner`; the other methods are quick and called on the loop. `akv_testing.conformance.device` holds
+    what an implementation must pass.
     """
 
     @property

@@ -27,7 +27,8 @@ class LookupOutcome(StrEnum):
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Whole blocks that the connector promises beyond the engine's own local match. Taken up with `Request.reserve()`.
 
-    An offer holds no page and costs nothing to drop. It stays valid until the pages that it names are evicted; a load finds out.
+    An offer holds no page and costs nothing to drop. It stays valid until the pages that it names are evicted; a load finds
+    out.
     """
 
     request_id: str
@@ -38,11 +39,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     #: Tokens offered beyond `local_tokens`, a multiple of T. 0 is a normal answer.
     tokens: int
     outcome: LookupOutcome
+    #: T, so that an offer can be cut without asking for the layout.
+    tokens_per_block: int
 
-    def at_most(self, tokens: int, tokens_per_block: int) -> "Offer":
+    def at_most(self, tokens: int) -> "Offer":
         """The part of this offer that fits in `tokens` tokens, in whole blocks; for an engine that cannot take it all.
 
         Without window groups every prefix of an offer is itself resumable, so this is a cut and asks nobody.
         """
-        cut = max(0, min(self.tokens, tokens) // tokens_per_block * tokens_per_block)
+        cut = max(0, min(self.tokens, tokens) // self.tokens_per_block * self.tokens_per_block)
         return msgspec.structs.replace(self, tokens=cut)

@@ -8,7 +8,7 @@ import msgspec
 from akv.values.messages import LoadState
 
 if TYPE_CHECKING:
-    from akv.connector import Request
+    from akv.request import Request
 
 
 class Scheduled(msgspec.Struct, frozen=True, kw_only=True):

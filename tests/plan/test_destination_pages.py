@@ -12,7 +12,7 @@ from akv.plan.reservation import check_honoured, destination_pages
 from akv.values.offers import LookupOutcome, Offer
 
 #: 3 blocks of 4 tokens offered behind a local match of 2 blocks.
-OFFER = Offer(request_id="r1", incarnation=0, local_tokens=8, tokens=12, outcome=LookupOutcome.FULL)
+OFFER = Offer(request_id="r1", incarnation=0, local_tokens=8, tokens=12, outcome=LookupOutcome.FULL, tokens_per_block=4)
 #: Two layer groups: the tables of 6 blocks, and the sizes of the caches.
 GOOD = ([10, 11, 12, 13, 14, 15], [5, 4, 3, 2, 1, 0])
 COUNTS = (20, 6)

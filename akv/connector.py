@@ -1,0 +1,229 @@
+"""The connector: what an asynchronous server opens.
+
+Read this file, then the steps in `flow/` in order: lookup, reserve, load, save, release. `open_connector()` joins the
+scheduler half (`akv/scheduler.py`) and the worker half (`akv/worker.py`) in one process; all their tasks live in the one task
+group that it owns.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from anyio import create_task_group
+from anyio.lowlevel import checkpoint
+
+from akv import observe
+from akv.errors import ConnectorBroken, NotOpenError, SettingsError
+from akv.flow.release import ended_with_block
+from akv.halves import Halves
+from akv.plan.keys import layout_fingerprint
+from akv.plan.tokens import Tokens
+from akv.ports import Ports
+from akv.ports.calls import CallKind
+from akv.request import Request
+from akv.services.notices import Changed
+from akv.settings import Settings, check_settings, check_staging
+from akv.values.layout import Layout, check_layout
+from akv.values.messages import PassPlan
+from akv.values.requests import Completion, Scheduled
+from akv.values.scope import EMPTY_SCOPE, Scope
+
+#: For each layer group, for each region: the tensor that holds it, first axis the page.
+Caches: TypeAlias = Sequence[Sequence[Any]]
+#: Probes at a time. Two help the store's client on large lookups, more do not (measured on 10,000 keys).
+PROBES = 2
+
+
+class Connector:
+    """What `open_connector()` yields. Belongs to the event loop that opened it; every method is called there."""
+
+    def __init__(self, halves: Halves) -> None:
+        self._halves = halves
+
+    @property
+    def changed(self) -> Changed:
+        """Set while `completed()` has something to return; `await kv.changed.wait()` in a batching loop that has nothing to
+        run.
+        """
+        return self._halves.changed
+
+    def open_request(
+        self, request_id: str, tokens: Tokens, scope: Scope = EMPTY_SCOPE, *, reads_cache: bool = True
+    ) -> Request:
+        """Begin a request with its prompt: a sequence of ints or a one-dimensional integer array, n tokens.
+
+        With `reads_cache=False` (prompt logits are wanted) it is offered nothing and saved all the same (L7). Raises
+        TokenError for a token outside int64, EngineContractError for an id that is open; then nothing was opened.
+        """
+        self._halves.latch.check()
+        return Request(self._halves, self._halves.scheduler.open(request_id, tokens, scope, reads_cache=reads_cache))
+
+    @asynccontextmanager
+    async def request(
+        self, request_id: str, tokens: Tokens, scope: Scope = EMPTY_SCOPE, *, reads_cache: bool = True
+    ) -> AsyncIterator[Request]:
+        """`open_request` for one task per request: finished at the end of the block, cancelled if the block raises.
+
+        **Cancellation:** the request is cancelled, and the block left when its pages are free, within `shutdown_deadline_s`.
+        """
+        req = self.open_request(request_id, tokens, scope, reads_cache=reads_cache)
+
+        async def cancelled() -> None:
+            # With the connector gone nothing is left to withdraw, and the error that ended it must not be hidden by another.
+            await (checkpoint() if self._halves.latch.tripped else req.cancel())
+
+        async with ended_with_block(req.finished, cancelled, self._halves.settings.shutdown_deadline_s):
+            yield req
+
+    def completed(self) -> list[Completion]:
+        """Fetch what ended since the last call, in order: loads (LoadCompleted) and finished or cancelled requests
+        (SavesCompleted).
+
+        For batching loops, woken by `changed`. What `wait()`, `finished()` or `cancel()` returned does not come here again.
+        """
+        self._halves.latch.check()
+        return self._halves.fetch()
+
+    def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
+        """Plan the saves of one coming pass. Changes no request and no mark: a plan that never runs leaves no trace (S2).
+
+        Raises EngineContractError naming the request whose part cannot be.
+        """
+        self._halves.latch.check()
+        return self._halves.scheduler.plan(scheduled)
+
+    async def after_forward(self, plan: PassPlan) -> None:
+        """The planned pass has been queued on the execution stream: queue its saves behind it and return. Waits for no copy.
+
+        Raises EngineContractError if the plan has ended. A plan that this connector never made breaks it, since marks of other
+        requests may be wrong by then (L6). **Cancellation:** the saves are queued all the same.
+        """
+        self._halves.latch.check()
+        self._halves.end_plan(lambda: self._halves.scheduler.ran(plan))
+        await checkpoint()
+
+    def drop_pass(self, plan: PassPlan) -> None:
+        """The planned pass will not run. Its blocks are listed again by a later plan. Errors as for `after_forward`."""
+        self._halves.latch.check()
+        self._halves.end_plan(lambda: self._halves.scheduler.drop(plan, "dropped by the engine"))
+
+
+class _Opening(AbstractAsyncContextManager[Connector]):
+    """A connector that is not open yet: entering opens it, anything else says so."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[Connector]) -> None:
+        self._opening = opening
+
+    async def __aenter__(self) -> Connector:
+        return await self._opening.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._opening.__aexit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOpenError(f"the connector is not open, so it has no {name!r}: write `async with open_connector(...) as kv:`")
+
+
+def open_connector(
+    settings: Settings | Mapping[str, Any],
+    layout: Layout,
+    caches: Caches = (),
+    *,
+    stream: Any = None,
+    ports: Ports | None = None,
+) -> AbstractAsyncContextManager[Connector]:
+    """Open a connector for one rank, as the context manager of an `async with`. Runs on asyncio and trio.
+
+    `caches[g][r]` is the tensor that holds region r of the pages of layer group g, first axis the page. `stream` is the CUDA
+    stream that the engine computes on (default: the current one). `ports` replaces Mooncake, torch and threads; who passes
+    them closes them.
+
+    Leaving the block ends every task, thread and child, gives back every page and unregisters every buffer, within
+    `shutdown_deadline_s`; store calls that never return are kept on record, and the exit guard sees to the end of the process
+    (O6). An error of the block leaves as it is; a fault of the connector leaves as ConnectorBroken.
+
+    Raises SettingsError, DependencyError, PoolError: then nothing stays open. **Cancellation:** closes as any error does.
+    """
+    return _Opening(_open_connector(settings, layout, caches, stream, ports))
+
+
+@asynccontextmanager
+async def _open_connector(
+    raw: Settings | Mapping[str, Any], layout: Layout, caches: Caches, stream: Any, given: Ports | None
+) -> AsyncIterator[Connector]:
+    settings = check_settings(raw)
+    check_layout(layout)
+    check_staging(settings, layout.largest_page_bytes)
+    if layout.world != 1:
+        raise SettingsError(
+            "layout.world", layout.world, "this connector serves one rank", "Use a layout of one rank, world=1."
+        )
+    async with AsyncExitStack() as stack:
+        ports = given if given is not None else await stack.enter_async_context(_own_ports(settings, layout, caches, stream))
+        halves = Halves(settings, layout, ports)
+        async with _running(halves, layout):
+            yield Connector(halves)
+
+
+@asynccontextmanager
+async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
+    """Run the halves' services around a block. The block's own error leaves as it is, a service's as ConnectorBroken."""
+    settings = halves.settings
+    block_failed: BaseException | None = None
+    outstanding = 0
+    try:
+        async with create_task_group() as group:
+            try:
+                with observe.step(
+                    observe.CONNECTOR_OPEN,
+                    pool=settings.pool,
+                    role=settings.role,
+                    layout=layout_fingerprint(layout),
+                    groups=len(layout.groups),
+                    loaders=settings.loaders,
+                    savers=settings.savers,
+                ):
+                    await halves.open(group)
+                yield
+            except BaseException as error:
+                block_failed = error
+                raise
+            finally:
+                with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
+                    outstanding = await halves.close(orderly=block_failed is None)
+                    closing["outstanding_calls"] = outstanding
+                group.cancel_scope.cancel()
+    except BaseExceptionGroup as failures:
+        if block_failed is not None and failures.exceptions == (block_failed,):
+            # The task group wraps whatever leaves it; the embedding program's own error is not a group of errors.
+            raise block_failed from block_failed.__cause__
+        raise ConnectorBroken(
+            "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
+        ) from failures
+    finally:
+        if not outstanding:
+            halves.worker.unregister()
+
+
+@asynccontextmanager
+async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream: Any) -> AsyncIterator[Ports]:
+    """Mooncake, torch and threads. Imported here, so that `import akv` stays light and other ports need none of them."""
+    from akv.device import open_torch_device  # noqa: PLC0415
+    from akv.pool import ThreadRunner, open_pool  # noqa: PLC0415
+
+    device = open_torch_device(layout, caches, stream)
+    runner = ThreadRunner(
+        {
+            CallKind.PROBE: PROBES,
+            CallKind.GET: settings.loaders,
+            CallKind.PUT: settings.savers,
+            CallKind.COPY: settings.loaders + settings.savers,
+        }
+    )
+    async with open_pool(settings) as pool:
+        yield Ports(pool=pool, device=device, runner=runner)
+        if not runner.outstanding:
+            device.close()

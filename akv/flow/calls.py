@@ -1,0 +1,146 @@
+"""Blocking calls as records (M1): a wait may end at any moment, what the call touches stays owned until it returned.
+
+The order is always the same. A place among the calls of its kind is awaited, and a wait that is cancelled there never started
+anything. Between the place and the start nothing waits. From the start on the record in `ownership/store_calls.py` holds the
+slots, and only the call's own end, delivered on the loop, lets go of them and of the place.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from anyio import CapacityLimiter, Event
+
+from akv.errors import AkvError
+from akv.ownership.slots import SlotTicket
+from akv.ownership.store_calls import CallRecord, StoreCalls
+from akv.ports.calls import CallEnd, CallKind, CallRunner, CallSize
+from akv.ports.device import PassEvent
+
+
+class CopyFailed(AkvError):
+    """The device refused or failed a copy. At fault: the device or akv. Ends the load or the save that it belonged to."""
+
+
+class EventWatch(Protocol):
+    """Whoever polls events; in a connector that is the one stream poller."""
+
+    def watch(self, event: PassEvent, reached: Callable[[BaseException | None], None]) -> None:
+        """Call `reached` once on the loop: with None when the event completed, or with what its work raised."""
+        ...
+
+
+async def event_reached(events: EventWatch, event: PassEvent) -> None:
+    """Wait until an event completed. Raises CopyFailed if its work failed. Cancellation: nothing is held here."""
+    reached = Event()
+    failures: list[BaseException | None] = []
+
+    def on_reached(failure: BaseException | None) -> None:
+        failures.append(failure)
+        reached.set()
+
+    events.watch(event, on_reached)
+    await reached.wait()
+    if failures[0] is not None:
+        raise CopyFailed("the device failed the work that a copy waits for") from failures[0]
+
+
+class CallDesk:
+    """Starts every blocking call of one half of a connector and keeps its record."""
+
+    def __init__(self, runner: CallRunner, records: StoreCalls, events: EventWatch) -> None:
+        self._runner = runner
+        self._records = records
+        self._events = events
+        self._places = {kind: CapacityLimiter(limit) for kind, limit in runner.limits.items()}
+
+    async def run(self, kind: CallKind, call: Callable[[], Any], size: CallSize, ticket: SlotTicket | None = None) -> Any:
+        """Run `call` and return its value, or raise what it raised.
+
+        **Cancellation:** before the call began, nothing happened. Afterwards the wait ends at once, the call goes on, and the
+        ticket's slots stay out of use until it returned.
+        """
+        place = object()
+        await self._places[kind].acquire_on_behalf_of(place)
+        record = self._records.begin(kind, ticket)
+        ended = Event()
+        ends: list[CallEnd] = []
+
+        def done(end: CallEnd) -> None:
+            self._end(kind, place, record)
+            ends.append(end)
+            ended.set()
+
+        self._runner.start(kind, call, size, done)
+        try:
+            await ended.wait()
+        finally:
+            self._records.give_up(record)
+        if ends[0].error is not None:
+            raise ends[0].error
+        return ends[0].value
+
+    async def copy(
+        self,
+        call: Callable[[], PassEvent],
+        size: CallSize,
+        ticket: SlotTicket,
+        *,
+        begin: Callable[[], bool],
+        end: Callable[[PassEvent | None], None],
+    ) -> bool:
+        """Issue a device copy and wait until its event completed. False if `begin` refused: then nothing was issued.
+
+        `begin` is asked when the copy has a place, with no wait between it and the start; `end` is called exactly once for
+        each `begin` that agreed, when the copy touches neither pages nor slots any more, with its event or with None if it
+        failed. Raises CopyFailed.
+
+        **Cancellation:** the wait ends at once; the copy goes on, and `end` is called at its end all the same.
+        """
+        place = object()
+        await self._places[CallKind.COPY].acquire_on_behalf_of(place)
+        if not begin():
+            self._places[CallKind.COPY].release_on_behalf_of(place)
+            return False
+        record = self._records.begin(CallKind.COPY, ticket)
+        ended = Event()
+        failures: list[BaseException | None] = []
+
+        def finished(event: PassEvent | None, failure: BaseException | None) -> None:
+            self._end(CallKind.COPY, place, record)
+            failures.append(failure)
+            ended.set()
+            end(event if failure is None else None)
+
+        def issued(result: CallEnd) -> None:
+            if result.error is not None:
+                finished(None, result.error)
+            else:
+                self._events.watch(result.value, lambda failure: finished(result.value, failure))
+
+        self._runner.start(CallKind.COPY, call, size, issued)
+        try:
+            await ended.wait()
+        finally:
+            self._records.give_up(record)
+        if failures[0] is not None:
+            raise CopyFailed(f"a device copy of {size.keys} pages failed") from failures[0]
+        return True
+
+    def _end(self, kind: CallKind, place: object, record: CallRecord) -> None:
+        self._records.ended(record)
+        self._places[kind].release_on_behalf_of(place)
+
+
+async def slots_granted(request: Callable[[Callable[[], None]], SlotTicket]) -> SlotTicket:
+    """Ask for slots and wait for them. The returned ticket is granted; leave it with `with`.
+
+    **Cancellation:** the claim is withdrawn, or what it was granted goes back.
+    """
+    granted = Event()
+    ticket = request(granted.set)
+    try:
+        await granted.wait()
+    except BaseException:
+        ticket.leave()
+        raise
+    return ticket

@@ -1,0 +1,99 @@
+"""Third step: fill reserved pages from the pool, or say which page could not be had (D2, D3, D5).
+
+`plan/batching.py` cuts the order into batches; `ownership/reservations.py` decides when the pages are the engine's again. A
+batch is one store call into slots and one scatter from them, behind the fence that `reserve()` recorded.
+"""
+
+from anyio import move_on_after
+
+from akv.flow.calls import CopyFailed
+from akv.flow.parts import WorkerParts
+from akv.flow.staging import Staging
+from akv.ownership.reservations import LoadRecord
+from akv.ownership.slots import SlotTicket
+from akv.plan.batching import Batch, split_batches
+from akv.ports.calls import CallKind, CallSize
+from akv.ports.device import CopyStream, PassEvent
+from akv.ports.pool import KeyState
+from akv.values.messages import LoadResult, PassReport
+
+
+async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
+    """Work on one load until it has a verdict. Its terminal state is reported when no copy can write any more, here or later.
+
+    **Cancellation:** whoever cancels has passed the verdict first (`Reservations.withdraw`). The wait ends; a store call that
+    is under way keeps its slots, a copy that is under way keeps the pages, until each has ended.
+    """
+    # A deadline that passes while a copy runs fails the load at once; the terminal state still waits for the copy's event.
+    with move_on_after(parts.load_deadline_s):
+        for batch in split_batches(record.order.groups, staging.share):
+            if not await _load_batch(parts, staging, stream, record, batch):
+                return
+        report_load(parts, parts.reservations.landed(record))
+        return
+    report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
+
+
+def report_load(parts: WorkerParts, result: LoadResult | None) -> None:
+    """Tell the scheduler half of a terminal state, if this was one."""
+    if result is not None:
+        parts.report(PassReport(loads=(result,)))
+
+
+async def _load_batch(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch) -> bool:
+    with await staging.take(len(batch.blocks)) as ticket:
+        if not await _get(parts, staging, record, batch, ticket):
+            return False
+        return await _scatter(parts, staging, stream, record, batch, ticket)
+
+
+async def _get(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
+    """The store call into slots. False, with a verdict passed, if a page did not arrive whole."""
+    keys = parts.keys.keys(batch.group, batch.hashes)
+    offsets = staging.offsets(ticket)
+    page_bytes = parts.page_bytes[batch.group]
+    answers = await parts.desk.run(
+        CallKind.GET,
+        lambda: parts.pool.get(keys, staging.buffer, offsets, [page_bytes] * len(keys)),
+        CallSize(len(keys), len(keys) * page_bytes),
+        ticket,
+    )
+    for key, answer in zip(keys, answers, strict=True):
+        if answer.state is not KeyState.OK:
+            # Nothing of this batch reaches a page: its other slots are discarded with the ticket (X4).
+            report_load(parts, parts.reservations.fail(record, key, answer.state))
+            return False
+    return True
+
+
+async def _scatter(
+    parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch, ticket: SlotTicket
+) -> bool:
+    """The copy from slots into pages. False if the load has a verdict already, or gets one because the copy failed."""
+    offsets = staging.offsets(ticket)
+
+    def scatter() -> PassEvent:
+        return parts.device.scatter(stream, batch.group, batch.pages, staging.buffer, offsets, record.fence)
+
+    def end(event: PassEvent | None) -> None:
+        if event is not None:
+            # The host has seen the copy's end, so this costs nothing; it tells the stream that reads the pages next (M4).
+            parts.device.execution_waits_for(event)
+        report_load(parts, parts.reservations.end_copy(record))
+
+    try:
+        return await parts.desk.copy(
+            scatter,
+            CallSize(len(batch.pages), len(batch.pages) * parts.page_bytes[batch.group]),
+            ticket,
+            begin=lambda: parts.reservations.begin_copy(record),
+            end=end,
+        )
+    except CopyFailed:
+        report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, batch.hashes[:1])[0], "copy_failed"))
+        return False
+
+
+def _first_key(parts: WorkerParts, record: LoadRecord) -> str:
+    group = record.order.groups[0]
+    return parts.keys.keys(group.group, group.hashes[:1])[0]

@@ -1,0 +1,123 @@
+"""The two halves of a connector joined in one process: their messages in memory, their tasks, and what ended and nobody
+fetched.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from anyio import TASK_STATUS_IGNORED, current_time, move_on_after
+from anyio.abc import TaskGroup, TaskStatus
+
+from akv import observe
+from akv.flow.calls import CallDesk
+from akv.ownership.plans import UnknownPlan
+from akv.ownership.requests import LoadHold
+from akv.ownership.store_calls import StoreCalls
+from akv.plan.keys import KeySpace
+from akv.plan.terms import check_terms
+from akv.ports import Ports
+from akv.scheduler import SchedulerHalf
+from akv.services.health import HealthLatch
+from akv.services.notices import Changed, Notices
+from akv.services.poller import StreamPoller
+from akv.settings import Settings
+from akv.values.layout import Layout
+from akv.values.requests import Completion, SavesCompleted
+from akv.worker import WorkerHalf
+
+#: Seconds beyond the shutdown deadline in which the threads that are idle by then may end.
+THREADS_GRACE_S = 1.0
+
+
+class Halves:
+    """One server's scheduler half and the worker half of its one rank, with what both of them hang on."""
+
+    def __init__(self, settings: Settings, layout: Layout, ports: Ports) -> None:
+        self.settings = settings
+        self.latch = HealthLatch()
+        self.notices = Notices(self.latch)
+        self.changed = Changed(self.latch)
+        self.calls = StoreCalls()
+        #: What ended and nobody fetched, by the number of the load or of the request's incarnation (one counter gives both).
+        self._completions: dict[int, Completion] = {}
+        self._runner = ports.runner
+        self._poller = StreamPoller(settings.poll_tick_s)
+        keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
+        desk = CallDesk(ports.runner, self.calls, self._poller)
+        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended)
+        self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report)
+        check_terms(self.scheduler.terms, self.worker.terms)
+        self.scheduler.accept_load = self.worker.accept_load
+        self.scheduler.accept_saves = self.worker.accept_saves
+        self.scheduler.withdraw = self.worker.withdraw
+
+    async def open(self, group: TaskGroup) -> None:
+        """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
+        await group.start(self._serve, self._runner.serve)
+        await group.start(self._serve, self._poller.run)
+        await self.worker.open(group, self._serve)
+
+    async def close(self, *, orderly: bool) -> int:
+        """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).
+
+        An orderly end lets queued saves run out, any other withdraws them. Shielded; takes at most the shutdown deadline.
+        """
+        deadline = current_time() + self.settings.shutdown_deadline_s
+        self.latch.close()
+        for record in self.scheduler.requests.records:
+            if orderly:
+                self.scheduler.finish(record)
+            else:
+                self.scheduler.cancel(record)
+        with move_on_after(self.settings.shutdown_deadline_s, shield=True):
+            await self.worker.drained()
+        with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
+            await self._runner.close(max(0.0, deadline - current_time()))
+        return self.calls.outstanding
+
+    def fetch(self) -> list[Completion]:
+        """What ended since the last fetch, oldest first."""
+        completions = list(self._completions.values())
+        self._completions.clear()
+        self.changed.clear()
+        return completions
+
+    def fetched(self, number: int) -> None:
+        """The end of this load or request was told by the return of a wait, and is not told again."""
+        self._completions.pop(number, None)
+        if not self._completions:
+            self.changed.clear()
+
+    def end_plan(self, end: Callable[[], None]) -> None:
+        """End a plan. One that was never made means that passes are misreported: the marks can no longer be trusted (L6)."""
+        try:
+            end()
+        except UnknownPlan as error:
+            self._break(str(error), error)
+            raise
+
+    def _ended(self, ended: LoadHold | SavesCompleted) -> None:
+        if isinstance(ended, LoadHold):
+            if ended.completed is None:
+                raise AssertionError("a load that ended has a terminal state")
+            number = ended.load_id
+            self._completions[number] = ended.completed
+        else:
+            number = ended.incarnation
+            self._completions[number] = ended
+        self.notices.wake(number)
+        self.changed.set()
+
+    async def _serve(self, service: Callable[..., Any], *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
+        """Run one service. If it fails, whoever waits in the engine's own tasks must learn of it: they are in no group of
+        ours.
+        """
+        try:
+            await service(task_status=task_status)
+        except Exception as error:
+            self._break(f"a service failed with {type(error).__name__}: {error}", error)
+            raise
+
+    def _break(self, why: str, error: BaseException) -> None:
+        self.latch.break_(why)
+        observe.emit(observe.CONNECTOR_BROKEN, reason=type(error).__name__, error=error)

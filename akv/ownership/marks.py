@@ -1,0 +1,81 @@
+"""How far the saving of one request's blocks has come (S2).
+
+A block is unsaved, queued, stored or refused. The mark is the first block that is neither queued nor stored: it follows what a
+pass queued and steps back to what the pool refused. A plan changes nothing here; only a pass that ran does.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class BlockState(IntEnum):
+    """The state of one block's save. "Planned" is no state: a plan that never ran leaves no trace (S2)."""
+
+    UNSAVED = 0
+    QUEUED = 1
+    STORED = 2
+    REFUSED = 3
+
+
+#: A refused block waits `backoff * 2 ** n` after its n-th refusal in a row; more doublings than this add nothing.
+MOST_DOUBLINGS = 6
+
+
+class SaveMarks:
+    """The save state of each block of one request."""
+
+    def __init__(self, backoff_s: float) -> None:
+        self._backoff_s = backoff_s
+        self._states = bytearray()
+        self._refusals = 0
+        self._retry_at = 0.0
+        #: The first block that is neither queued nor stored.
+        self.mark = 0
+
+    def count(self, state: BlockState) -> int:
+        """How many blocks are in this state (not for UNSAVED, whose number is not known here)."""
+        return self._states.count(state)
+
+    def to_offer(self, end: int, now: float) -> list[int]:
+        """Blocks below `end` that a pass may list: the unsaved, and the refused once their back-off has passed."""
+        offered = {BlockState.UNSAVED, BlockState.REFUSED} if now >= self._retry_at else {BlockState.UNSAVED}
+        known = min(end, len(self._states))
+        blocks = [b for b in range(self.mark, known) if self._states[b] in offered]
+        blocks.extend(range(max(self.mark, known), end))
+        return blocks
+
+    def is_open(self, block: int) -> bool:
+        """Whether the block is neither queued nor stored."""
+        return block >= len(self._states) or self._states[block] in (BlockState.UNSAVED, BlockState.REFUSED)
+
+    def queued(self, blocks: Iterable[int]) -> None:
+        """A pass that ran handed these blocks over for saving."""
+        self._set(blocks, BlockState.QUEUED)
+
+    def stored(self, blocks: Iterable[int]) -> None:
+        """These blocks are in the pool: saved by this request or another, or loaded from it (D9)."""
+        self._set(blocks, BlockState.STORED)
+        self._refusals = 0
+
+    def refused(self, blocks: Iterable[int], now: float) -> None:
+        """The pool did not take these blocks. The mark steps back to the first of them, and a back-off begins."""
+        self._set(blocks, BlockState.REFUSED)
+        self._retry_at = now + self._backoff_s * 2 ** min(self._refusals, MOST_DOUBLINGS)
+        self._refusals += 1
+
+    def dropped(self, blocks: Iterable[int]) -> None:
+        """These blocks were queued and never read; they are as if no pass had listed them."""
+        self._set(blocks, BlockState.UNSAVED)
+
+    def _set(self, blocks: Iterable[int], state: BlockState) -> None:
+        first_open: int | None = None
+        for block in blocks:
+            if block >= len(self._states):
+                self._states.extend(bytes(block + 1 - len(self._states)))
+            self._states[block] = state
+            if state in (BlockState.UNSAVED, BlockState.REFUSED) and (first_open is None or block < first_open):
+                first_open = block
+        if first_open is not None:
+            self.mark = min(self.mark, first_open)
+        while not self.is_open(self.mark):
+            self.mark += 1

@@ -1,0 +1,124 @@
+"""Loads in the worker half: who may write into reserved pages, and when nobody can any more (D2, D6, M2).
+
+A load ends with a verdict (all pages landed, one failed, it was withdrawn) and reaches its terminal state when it has a
+verdict
+**and** no copy into its pages is queued or running. The two may come in any order, which is what makes a cancel quick: the
+verdict is passed at once, and the pages are free as soon as the last copy's event completed, whatever the store is doing.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from akv.values.messages import LoadOrder, LoadResult, LoadState
+
+
+class LoadRecord:
+    """One reservation, from the order to its terminal state."""
+
+    __slots__ = ("copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
+
+    def __init__(self, order: LoadOrder, fence: Any) -> None:
+        self.order = order
+        #: Recorded on the execution stream when the pages were handed over; no copy may run before it (D5).
+        self.fence = fence
+        #: Copies into its pages that are queued or running.
+        self.copies = 0
+        self.verdict: LoadState | None = None
+        self.failed_key = ""
+        self.reason = ""
+        #: Whether the terminal state was reached; the pages are the engine's again.
+        self.ended = False
+        #: Set by the loader that works on it: ends that work's wait.
+        self.interrupt: Callable[[], object] | None = None
+
+
+class Reservations:
+    """All reservations of one worker half. Methods that can end one return its result, exactly once."""
+
+    def __init__(self, page_bytes: Sequence[int]) -> None:
+        #: Bytes of one page in each layer group, for the figures of a result.
+        self._page_bytes = page_bytes
+        self._queue: deque[LoadRecord] = deque()
+        self._active: dict[int, LoadRecord] = {}
+
+    @property
+    def active(self) -> int:
+        """Reservations whose pages are the connector's."""
+        return len(self._active)
+
+    @property
+    def queued(self) -> int:
+        """Reservations that no loader has taken up."""
+        return len(self._queue)
+
+    def accept(self, order: LoadOrder, fence: Any) -> LoadRecord:
+        """Take ownership of the order's pages and queue the load."""
+        record = LoadRecord(order, fence)
+        self._active[order.load_id] = record
+        self._queue.append(record)
+        return record
+
+    def next(self) -> LoadRecord | None:
+        """The load that has waited longest; from now on it is dispatched."""
+        return self._queue.popleft() if self._queue else None
+
+    def begin_copy(self, record: LoadRecord) -> bool:
+        """Ask to write into the pages. False once a verdict is passed: the pages may be the engine's again at any moment."""
+        if record.verdict is not None:
+            return False
+        record.copies += 1
+        return True
+
+    def end_copy(self, record: LoadRecord) -> LoadResult | None:
+        """A copy's event completed (or the copy failed): it writes nothing any more."""
+        record.copies -= 1
+        return self._settle(record)
+
+    def landed(self, record: LoadRecord) -> LoadResult | None:
+        """Every page of the order is in place, seen by the host."""
+        return self._decide(record, LoadState.LOADED)
+
+    def fail(self, record: LoadRecord, key: str, reason: str) -> LoadResult | None:
+        """A page cannot be had; what landed is discarded (D3). Without effect after another verdict."""
+        if record.verdict is None:
+            record.failed_key, record.reason = key, reason
+        return self._decide(record, LoadState.FAILED)
+
+    def withdraw(self, request_id: str, incarnation: int) -> tuple[list[LoadRecord], list[LoadResult]]:
+        """An incarnation ended: its load is cancelled wherever it stands. A queued one ends at once, undispatched (D9).
+
+        Returns the loads whose work is to be interrupted, and the results of those that ended here.
+        """
+        found = [r for r in self._active.values() if (r.order.request_id, r.order.incarnation) == (request_id, incarnation)]
+        results = []
+        for record in found:
+            if record in self._queue:
+                self._queue.remove(record)
+            result = self._decide(record, LoadState.CANCELLED)
+            if result is not None:
+                results.append(result)
+        return found, results
+
+    def _decide(self, record: LoadRecord, verdict: LoadState) -> LoadResult | None:
+        # The first verdict stands: a cancel and a completion in the same instant end the load once (D6).
+        if record.verdict is None:
+            record.verdict = verdict
+        return self._settle(record)
+
+    def _settle(self, record: LoadRecord) -> LoadResult | None:
+        if record.verdict is None or record.copies or record.ended:
+            return None
+        record.ended = True
+        del self._active[record.order.load_id]
+        groups = record.order.groups if record.verdict is LoadState.LOADED else ()
+        return LoadResult(
+            load_id=record.order.load_id,
+            request_id=record.order.request_id,
+            incarnation=record.order.incarnation,
+            state=record.verdict,
+            pages=sum(len(group.pages) for group in groups),
+            bytes=sum(len(group.pages) * self._page_bytes[group.group] for group in groups),
+            failed_key=record.failed_key,
+            reason=record.reason,
+        )

@@ -1,0 +1,130 @@
+"""Saves in the worker half: which pages are still to be read, and what became of each block (S2, S7, M7).
+
+A ticket is one request's part of one pass. Its pages may be read from the pass's event until the ticket ended or was
+withdrawn; a withdrawn ticket begins no further read, and the engine gets its pages back when the reads that had begun have
+ended. The puts of what was read before go on from slots, and concern nobody's pages.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from akv.values.messages import PagesUnread, SaveOrder, SaveResult
+
+
+class SaveTicket:
+    """One save order on its way to the pool."""
+
+    __slots__ = ("_left", "_refused", "_stored", "after", "bytes", "order", "reads", "reason", "withdrawn")
+
+    def __init__(self, order: SaveOrder, after: Any) -> None:
+        self.order = order
+        #: The event of the pass that computed the pages: no read may run before it (D5).
+        self.after = after
+        #: Reads of its pages that are queued or running.
+        self.reads = 0
+        self.withdrawn = False
+        self.bytes = 0
+        self.reason = ""
+        #: Pages of each block that no answer has been given for: a block is stored when its pages of every group are (L2).
+        self._left: dict[int, int] = {}
+        for group in order.groups:
+            for block in group.blocks:
+                self._left[block] = self._left.get(block, 0) + 1
+        self._stored: list[int] = []
+        self._refused: set[int] = set()
+
+    def pages_stored(self, blocks: Sequence[int], page_bytes: int) -> None:
+        """The pool took one page of each of these blocks."""
+        self.bytes += page_bytes * len(blocks)
+        for block in blocks:
+            self._left[block] -= 1
+            if self._left[block] == 0 and block not in self._refused:
+                self._stored.append(block)
+
+    def pages_refused(self, blocks: Collection[int], reason: str) -> None:
+        """One page of each of these blocks did not reach the pool; the first reason is kept."""
+        if blocks:
+            self._refused.update(blocks)
+            self.reason = self.reason or reason
+
+    def result(self) -> SaveResult:
+        """What became of each block of the order."""
+        settled = self._refused.union(self._stored)
+        return SaveResult(
+            save_id=self.order.save_id,
+            request_id=self.order.request_id,
+            incarnation=self.order.incarnation,
+            stored=tuple(sorted(self._stored)),
+            refused=tuple(sorted(self._refused)),
+            dropped=tuple(sorted(self._left.keys() - settled)),
+            bytes=self.bytes,
+            reason=self.reason,
+        )
+
+
+class Saves:
+    """All saves of one worker half."""
+
+    def __init__(self) -> None:
+        self._queue: deque[SaveTicket] = deque()
+        self._active: dict[int, SaveTicket] = {}
+        #: Incarnations that were withdrawn and whose pages a read still touches.
+        self._unread: set[tuple[str, int]] = set()
+
+    @property
+    def active(self) -> int:
+        """Tickets that have not ended."""
+        return len(self._active)
+
+    @property
+    def queued(self) -> int:
+        """Tickets that no saver has taken up."""
+        return len(self._queue)
+
+    def accept(self, order: SaveOrder, after: Any) -> SaveTicket:
+        """Queue one order behind its pass's event."""
+        ticket = SaveTicket(order, after)
+        self._active[order.save_id] = ticket
+        self._queue.append(ticket)
+        return ticket
+
+    def next(self) -> SaveTicket | None:
+        """The ticket that has waited longest; the caller works on it until `end`."""
+        return self._queue.popleft() if self._queue else None
+
+    def begin_read(self, ticket: SaveTicket) -> bool:
+        """Ask to read pages of the ticket. False once it is withdrawn: they may be the engine's again at any moment."""
+        if ticket.withdrawn:
+            return False
+        ticket.reads += 1
+        return True
+
+    def end_read(self, ticket: SaveTicket) -> list[PagesUnread]:
+        """A read's event completed (or the read failed): it touches no page any more."""
+        ticket.reads -= 1
+        return self._unread_now((ticket.order.request_id, ticket.order.incarnation))
+
+    def end(self, ticket: SaveTicket) -> SaveResult:
+        """The ticket's work ended. A ticket ends once, by the saver that took it up, or by a withdrawal before that."""
+        del self._active[ticket.order.save_id]
+        return ticket.result()
+
+    def withdraw(self, request_id: str, incarnation: int) -> tuple[list[SaveResult], list[PagesUnread]]:
+        """An incarnation's pages are wanted back (S7). Tickets that nobody took up end here, as dropped."""
+        who = (request_id, incarnation)
+        for ticket in self._active.values():
+            if (ticket.order.request_id, ticket.order.incarnation) == who:
+                ticket.withdrawn = True
+        dropped = [ticket for ticket in self._queue if ticket.withdrawn]
+        self._queue = deque(ticket for ticket in self._queue if not ticket.withdrawn)
+        self._unread.add(who)
+        return [self.end(ticket) for ticket in dropped], self._unread_now(who)
+
+    def _unread_now(self, who: tuple[str, int]) -> list[PagesUnread]:
+        if who not in self._unread:
+            return []
+        if any(t.reads for t in self._active.values() if (t.order.request_id, t.order.incarnation) == who):
+            return []
+        self._unread.remove(who)
+        return [PagesUnread(request_id=who[0], incarnation=who[1])]

@@ -1,0 +1,109 @@
+"""Slots: staging memory for one page each. Taken all or nothing, given back synchronously, however the work ends (M6).
+
+A ticket counts its holders: the coroutine that asked, a store call that reads or writes the slots, a device copy. The slots go
+back to the pool when the last holder let go, so a coroutine may be cancelled at any await while a store call is still writing:
+it releases its own hold at once, and the call's hold keeps the slots out of use until the call returned (M3).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+
+class SlotTicket:
+    """A claim on slots: waiting, then granted, then spent. Leaving its `with` block lets go of the asker's hold."""
+
+    __slots__ = ("_asker_left", "_holders", "_pool", "_wake", "count", "slots")
+
+    def __init__(self, pool: "SlotPool", count: int, wake: Callable[[], None]) -> None:
+        self._pool = pool
+        self._wake = wake
+        self._holders = 1
+        self._asker_left = False
+        self.count = count
+        #: Indices of the granted slots, ascending; empty while waiting.
+        self.slots: tuple[int, ...] = ()
+
+    @property
+    def granted(self) -> bool:
+        """Whether the slots are this ticket's now."""
+        return len(self.slots) == self.count
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether only work that nobody waits for any more keeps the slots out of use."""
+        return self._asker_left and self._holders > 0
+
+    def hold(self) -> None:
+        """Add a holder: a call or a copy that touches the slots begins."""
+        if not self.granted or self._holders == 0:
+            raise AssertionError("a call may only hold slots that are granted and not given back")
+        self._holders += 1
+
+    def release(self) -> None:
+        """Let go of one call's or copy's hold. The last one gives the slots back."""
+        if self._holders == 0:
+            raise AssertionError("a slot ticket was released more often than it was held")
+        self._holders -= 1
+        if self._holders == 0:
+            self._pool._ended(self)
+
+    def leave(self) -> None:
+        """Let go of the asker's hold. Idempotent; a ticket that still waits is withdrawn."""
+        if not self._asker_left:
+            self._asker_left = True
+            self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.leave()
+
+
+class SlotPool:
+    """A fixed number of slots, granted first come, first served, so that a large claim cannot starve."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count))
+        self._waiting: deque[SlotTicket] = deque()
+        self._out: set[SlotTicket] = set()
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @property
+    def quarantined(self) -> int:
+        """Slots that only given-up work still holds (M3)."""
+        return sum(ticket.count for ticket in self._out if ticket.quarantined)
+
+    def request(self, count: int, wake: Callable[[], None]) -> SlotTicket:
+        """Ask for `count` slots at once. `wake` is called once, when they are granted; at once if they are free now."""
+        if not 0 < count <= self.count:
+            raise AssertionError(f"{count} slots were asked for in one claim, of a pool of {self.count}")
+        ticket = SlotTicket(self, count, wake)
+        self._waiting.append(ticket)
+        self._grant()
+        return ticket
+
+    def _ended(self, ticket: SlotTicket) -> None:
+        if ticket in self._out:
+            self._out.remove(ticket)
+            self._free.extend(ticket.slots)
+            # Kept in order, so that a claim gets neighbours where it can: adjacent slots are one copy instead of several.
+            self._free.sort()
+        else:
+            self._waiting.remove(ticket)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._waiting[0].count <= len(self._free):
+            ticket = self._waiting.popleft()
+            ticket.slots = tuple(self._free[: ticket.count])
+            del self._free[: ticket.count]
+            self._out.add(ticket)
+            ticket._wake()

@@ -1,0 +1,53 @@
+"""Calls that run on the connector's threads. A call is a record, not an await: a wait for it may end early, ownership may not
+(M1).
+"""
+
+from akv.ownership.slots import SlotTicket
+
+
+class CallRecord:
+    """One blocking call from its start to its return, with the slots that it may touch until then."""
+
+    __slots__ = ("given_up", "kind", "ticket")
+
+    def __init__(self, kind: str, ticket: SlotTicket | None) -> None:
+        self.kind = kind
+        self.ticket = ticket
+        #: Nobody waits for it any more; it still owns what it touches.
+        self.given_up = False
+
+
+class StoreCalls:
+    """Every call that has not returned. What stands here must not be freed, unregistered or closed."""
+
+    def __init__(self) -> None:
+        self._running: set[CallRecord] = set()
+
+    @property
+    def outstanding(self) -> int:
+        """Calls that have not returned."""
+        return len(self._running)
+
+    @property
+    def given_up(self) -> int:
+        """Calls that have not returned and that nobody waits for."""
+        return sum(record.given_up for record in self._running)
+
+    def begin(self, kind: str, ticket: SlotTicket | None = None) -> CallRecord:
+        """A call starts now and holds the ticket's slots until `ended`."""
+        if ticket is not None:
+            ticket.hold()
+        record = CallRecord(kind, ticket)
+        self._running.add(record)
+        return record
+
+    def give_up(self, record: CallRecord) -> None:
+        """The wait for this call ended early. Idempotent, and without effect on a call that returned."""
+        if record in self._running:
+            record.given_up = True
+
+    def ended(self, record: CallRecord) -> None:
+        """The call returned: it touches nothing any more."""
+        self._running.remove(record)
+        if record.ticket is not None:
+            record.ticket.release()

@@ -1,0 +1,39 @@
+"""What the two halves of a connector must agree on, compared once at start (D1)."""
+
+import msgspec
+
+from akv.errors import SettingsError
+from akv.plan.keys import KeySpace, layout_fingerprint
+from akv.values.layout import Layout
+from akv.values.messages import MESSAGE_VERSION, Terms
+
+
+def terms_of(layout: Layout, keys: KeySpace, page_counts: tuple[int, ...], *, role: str, load_mode: str) -> Terms:
+    """What a half says of itself. The lookahead is 0: no drafter is served yet (K2)."""
+    return Terms(
+        version=MESSAGE_VERSION,
+        load_mode=load_mode,
+        role=role,
+        layout=layout_fingerprint(layout),
+        key_space=keys.space,
+        world=layout.world,
+        lookahead=0,
+        page_counts=page_counts,
+    )
+
+
+def check_terms(scheduler: Terms, worker: Terms) -> None:
+    """Refuse a worker half whose terms differ: it would exchange bytes or messages that mean something else.
+
+    Raises SettingsError naming the first term that differs and both values (fault of the deployment: two ranks were started
+    with different settings, layouts or versions).
+    """
+    for name in Terms.__struct_fields__:
+        ours, theirs = getattr(scheduler, name), getattr(worker, name)
+        if ours != theirs:
+            raise SettingsError(
+                f"terms.{name}",
+                msgspec.to_builtins(theirs),
+                f"the scheduler half has {ours!r}, this worker half {theirs!r}",
+                "Start every rank with the same settings, layout and version of akv.",
+            )

@@ -1,0 +1,132 @@
+"""What an engine holds of one request and of its load."""
+
+from collections.abc import Sequence
+
+from akv.errors import LoadCancelled, LoadFailed
+from akv.halves import Halves
+from akv.ownership.requests import LoadHold, Phase, RequestRecord
+from akv.plan.tokens import Tokens
+from akv.values.messages import LoadState
+from akv.values.offers import Offer
+from akv.values.requests import LoadCompleted
+
+
+class Load:
+    """A reservation: pages of one request that are the connector's until the load reached its terminal state (D2)."""
+
+    def __init__(self, halves: Halves, hold: LoadHold, request_id: str) -> None:
+        self._halves = halves
+        self._hold = hold
+        self._request_id = request_id
+
+    @property
+    def state(self) -> LoadState | None:
+        """The terminal state, None while the load is under way and the pages are the connector's."""
+        return None if self._hold.completed is None else self._hold.completed.state
+
+    async def wait(self) -> LoadCompleted:
+        """Wait until the pages are filled; they may be read, freed and handed on at once.
+
+        Raises LoadFailed if the pool did not deliver a page, LoadCancelled if the request was cancelled or finished meanwhile:
+        the pages are the engine's again, with undefined content. Raises ConnectorBroken or NotOpenError if the connector ended
+        first.
+        **Cancellation:** only the wait ends; the load goes on and the pages stay the connector's. `Request.cancel()` ends a
+        load.
+        """
+        await self._halves.notices.until(self._hold.load_id, lambda: self._hold.completed is not None)
+        self._halves.fetched(self._hold.load_id)
+        completed = self._hold.completed
+        if completed is None:
+            raise AssertionError("a wait that returned has a terminal state")
+        if completed.state is LoadState.FAILED:
+            raise LoadFailed(self._request_id, self._hold.failed_key, completed.reason)
+        if completed.state is LoadState.CANCELLED:
+            raise LoadCancelled(self._request_id)
+        return completed
+
+
+class Request:
+    """One request of the engine, from `Connector.open_request()` until its pages are free again."""
+
+    def __init__(self, halves: Halves, record: RequestRecord) -> None:
+        self._halves = halves
+        self._record = record
+        self._load_ids: list[int] = []
+
+    @property
+    def request_id(self) -> str:
+        """As the engine named it."""
+        return self._record.request_id
+
+    @property
+    def incarnation(self) -> int:
+        """Tells this use of the id from earlier and later ones; completions carry it (D8)."""
+        return self._record.incarnation
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing of akv's touches the request's pages any more, for good."""
+        return self._record.phase is Phase.CLOSED
+
+    async def lookup(self, local_tokens: int = 0) -> Offer:
+        """Ask how many tokens the pool holds beyond the engine's own match of `local_tokens` tokens, a multiple of T.
+
+        An offer of 0 tokens is a normal answer; its outcome says why. May be repeated at any time before the request is
+        computed (L5). Raises EngineContractError for a local match longer than the prompt. **Cancellation:** nothing is held.
+        """
+        self._halves.latch.check()
+        return await self._halves.scheduler.lookup(self._record, local_tokens)
+
+    def reserve(self, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]]) -> Load:
+        """Take up an offer: hand over the pages of its first `honoured_tokens` tokens, a multiple of T, to be filled.
+
+        `pages` is the request's page table for each layer group: entry i is the page of block i, -1 for none. From here to the
+        terminal state the pages behind the local match are the connector's: they must not be read, freed or reused. Raises
+        EngineContractError naming request, group and block; then nothing was taken (L6).
+        """
+        self._halves.latch.check()
+        hold = self._halves.scheduler.reserve(self._record, offer, honoured_tokens, pages)
+        self._load_ids.append(hold.load_id)
+        return Load(self._halves, hold, self.request_id)
+
+    def append(self, tokens: Tokens) -> None:
+        """Add confirmed generated tokens, so that blocks which decoding completes can be saved (S12). No drafts.
+
+        Raises TokenError for a token that cannot be hashed; then none was appended.
+        """
+        self._halves.latch.check()
+        self._halves.scheduler.requests.must_be_open(self._record, "append tokens to")
+        self._record.chain.append(tokens)
+
+    def finish(self) -> None:
+        """The request is complete: no further pass. Its saves go on; its pages stay held until `finished()` or
+        `SavesCompleted`.
+
+        Computed blocks that no pass listed are read live now, so call it before the pages are freed or changed. Idempotent.
+        """
+        self._halves.latch.check()
+        self._halves.scheduler.finish(self._record)
+
+    async def finished(self) -> None:
+        """`finish()`, then wait until its saves ended: the pages are the engine's again (S7).
+
+        **Cancellation:** the wait ends, the saves go on and the pages stay held; ask again, or call `cancel()`.
+        """
+        self.finish()
+        await self._until_closed()
+
+    async def cancel(self) -> None:
+        """The request is not wanted any more: return when its pages are free (D6). At any moment, and idempotent.
+
+        Loads and saves that have not begun are withdrawn; what runs is waited for: device copies, never store calls.
+        **Cancellation:** the request is cancelled all the same; only the wait ends. Ask again, or watch `completed()`.
+        """
+        self._halves.latch.check()
+        self._halves.scheduler.cancel(self._record)
+        await self._until_closed()
+
+    async def _until_closed(self) -> None:
+        await self._halves.notices.until(self.incarnation, lambda: self.closed)
+        # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
+        for number in (*self._load_ids, self.incarnation):
+            self._halves.fetched(number)

@@ -1,0 +1,254 @@
+"""The scheduler half: looks up, offers, plans each pass, keeps the marks. Moves no byte.
+
+It decides with `plan/`, keeps what it decided in `ownership/requests.py`, and speaks to the worker half (`akv/worker.py`) in
+the messages of `values/messages.py`. What ends is told through the three callables that it is given.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from anyio import current_time
+
+from akv import observe
+from akv.errors import EngineContractError
+from akv.flow.calls import CallDesk
+from akv.flow.lookup import LookupAnswer, LookupParts, look_up
+from akv.flow.reserve import reserve
+from akv.ownership.plans import Plans
+from akv.ownership.requests import Effect, LoadHold, RequestRecord, Requests
+from akv.plan.hashing import Chain, scope_seed
+from akv.plan.keys import KeySpace
+from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks
+from akv.plan.terms import terms_of
+from akv.plan.tokens import Tokens
+from akv.ports import Ports
+from akv.settings import Settings
+from akv.units import NO_PAGE
+from akv.values.layout import Layout
+from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
+from akv.values.offers import LookupOutcome, Offer
+from akv.values.requests import SavesCompleted, Scheduled
+from akv.values.scope import Scope
+
+
+class Part(NamedTuple):
+    """What a plan keeps of one scheduled request until it ends."""
+
+    record: RequestRecord
+    #: Tokens that have KV once the pass ran.
+    computed: int
+    #: Blocks that are whole then, and whose hashes are known.
+    end: int
+    #: The first block that was not saved yet, and the pages from there on: what `finish` may still have to save.
+    first: int
+    tail: tuple[tuple[int, ...], ...]
+
+
+class Planned(NamedTuple):
+    """An open plan."""
+
+    plan: PassPlan
+    parts: tuple[Part, ...]
+
+
+class SchedulerHalf:
+    """Requests, lookups and plans of one server. Every method but `lookup` is synchronous and called on the loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        keys: KeySpace,
+        ports: Ports,
+        desk: CallDesk,
+        ended: Callable[[LoadHold | SavesCompleted], None],
+    ) -> None:
+        self._settings = settings
+        self._tokens_per_block = layout.tokens_per_block
+        self._page_counts = ports.device.page_counts
+        self._lookup = LookupParts(
+            pool=ports.pool,
+            desk=desk,
+            keys=keys,
+            groups=len(layout.groups),
+            probe_head=settings.probe_head,
+            probe_chunk=settings.probe_chunk,
+            deadline_s=settings.lookup_deadline_s,
+        )
+        self._ended = ended
+        #: What it expects of a worker half (D1).
+        self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
+        self._plans: Plans[Planned] = Plans()
+        self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s)
+        #: The worker half's entries; set once, before the first request.
+        self.accept_load: Callable[[LoadOrder], None]
+        self.accept_saves: Callable[[Sequence[SaveOrder]], None]
+        self.withdraw: Callable[[Withdrawal], None]
+
+    def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool) -> RequestRecord:
+        """A request begins with its prompt's tokens. Raises TokenError, EngineContractError; then nothing was opened."""
+        chain = Chain(scope_seed(scope), self._tokens_per_block)
+        chain.append(tokens)
+        return self.requests.open(request_id, chain, reads_cache=reads_cache)
+
+    async def lookup(self, record: RequestRecord, local_tokens: int) -> Offer:
+        """Ask the pool. Moves no mark and may be repeated (L5)."""
+        self.requests.must_be_open(record, "look up")
+        began = current_time()
+        if self._settings.role == "producer" or not record.reads_cache:
+            answer = LookupAnswer(0, LookupOutcome.NOT_READING)
+        else:
+            answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
+        self.requests.matched_locally(record, local_tokens)
+        observe.emit(
+            observe.LOOKUP_COMPLETE,
+            request_id=record.request_id,
+            incarnation=record.incarnation,
+            outcome=answer.outcome.value,
+            tokens=answer.tokens,
+            local_tokens=local_tokens,
+            probed_keys=answer.probed,
+            duration_s=current_time() - began,
+        )
+        return Offer(
+            request_id=record.request_id,
+            incarnation=record.incarnation,
+            local_tokens=local_tokens,
+            tokens=answer.tokens,
+            outcome=answer.outcome,
+            tokens_per_block=self._tokens_per_block,
+        )
+
+    def reserve(self, record: RequestRecord, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]]) -> LoadHold:
+        """Settle the engine's answer to an offer, and hand the pages to the worker half."""
+        order, hold = reserve(self.requests, record, offer, honoured_tokens, pages, self._page_counts, self._tokens_per_block)
+        self.accept_load(order)
+        return hold
+
+    def plan(self, scheduled: Iterable[Scheduled]) -> PassPlan:
+        """What the coming pass is to save (S1). Changes no request and no mark (S2)."""
+        now = current_time()
+        parts: list[Part] = []
+        saves: list[SaveOrder] = []
+        seen: set[int] = set()
+        for item in scheduled:
+            record = self._checked(item, seen)
+            part = self._part(record, item)
+            parts.append(part)
+            if self._saves:
+                order = self.requests.list_saves(record, part.end, item.pages, 0, now)
+                if order is not None:
+                    saves.append(order)
+        plan = PassPlan(plan_id=self._plans.next_id(), saves=tuple(saves))
+        self._plans.add(Planned(plan, tuple(parts)))
+        return plan
+
+    def ran(self, plan: PassPlan) -> None:
+        """The planned pass has been queued on the execution stream: move the marks, hand its saves over."""
+        planned = self._end(plan, "superseded by a later pass")
+        queued = [q for order in planned.plan.saves if (q := self.requests.queue_save(order)) is not None]
+        for part in planned.parts:
+            self.requests.ran(part.record, part.computed, part.end if self._saves else 0, part.first, part.tail)
+        self.accept_saves(queued)
+
+    def drop(self, plan: PassPlan, reason: str) -> None:
+        """The planned pass will not run."""
+        planned = self._end(plan, "superseded by a later pass")
+        self._dropped(planned, reason)
+
+    def finish(self, record: RequestRecord) -> None:
+        """The request is complete; what it computed and no pass listed is saved now (S12)."""
+        computed = self._kept(record, min(record.computed, record.chain.length)) if self._saves else 0
+        self.carry_out(self.requests.finish(record, upto=closing_blocks(computed, self._tokens_per_block)))
+
+    def cancel(self, record: RequestRecord) -> None:
+        """The request is not wanted any more."""
+        self.carry_out(self.requests.cancel(record))
+
+    def on_report(self, report: PassReport) -> None:
+        """The worker half tells what ended."""
+        now = current_time()
+        for load in report.loads:
+            self.carry_out(self.requests.load_ended(load))
+        for save in report.saves:
+            self.carry_out(self.requests.save_ended(save, now))
+        for unread in report.unread:
+            self.carry_out(self.requests.pages_unread(unread))
+
+    def carry_out(self, effects: Iterable[Effect]) -> None:
+        """Do what ownership decided, in its order."""
+        for effect in effects:
+            match effect:
+                case Withdrawal():
+                    self.withdraw(effect)
+                case SaveOrder():
+                    self.accept_saves([effect])
+                case LoadHold() | SavesCompleted():
+                    self._ended(effect)
+
+    @property
+    def _saves(self) -> bool:
+        return self._settings.role != "consumer"
+
+    def _kept(self, record: RequestRecord, computed: int) -> int:
+        """Tokens whose KV may be published, of `computed` ones."""
+        return computed if self._settings.save_generated else min(computed, record.prompt_tokens)
+
+    def _checked(self, item: Scheduled, seen: set[int]) -> RequestRecord:
+        record = self.requests.scheduled(item.request.request_id, item.request.incarnation)
+        check_scheduled(record.request_id, item.computed_before, item.tokens, item.draft_tokens)
+        if record.incarnation in seen:
+            raise EngineContractError(
+                f"request {record.request_id!r} is scheduled twice in one pass: give each request one part"
+            )
+        seen.add(record.incarnation)
+        if record.load is not None:
+            raise EngineContractError(
+                f"request {record.request_id!r} is scheduled while its load is under way: its pages are the connector's; "
+                "schedule it once Load.wait() returned or completed() delivered its LoadCompleted"
+            )
+        if record.valid_to is not None and item.computed_before > record.valid_to:
+            raise EngineContractError(
+                f"request {record.request_id!r} is scheduled with computed_before = {item.computed_before}, but its load did "
+                f"not deliver and its pages hold KV for {record.valid_to} tokens only: schedule it from there, or report a "
+                "longer local match with lookup(local_tokens)"
+            )
+        if len(item.pages) != len(self._page_counts):
+            raise EngineContractError(
+                f"request {record.request_id!r}: {len(item.pages)} page tables for a layout of {len(self._page_counts)} layer "
+                "groups"
+            )
+        return record
+
+    def _part(self, record: RequestRecord, item: Scheduled) -> Part:
+        computed = item.computed_before + item.tokens
+        # Computed, and confirmed (K6), and wanted: the least of the three.
+        end = min(
+            savable_blocks(item.computed_before, 0, item.tokens, self._tokens_per_block),
+            closing_blocks(self._kept(record, record.chain.length), self._tokens_per_block),
+        )
+        first = record.marks.mark
+        last = -(-computed // self._tokens_per_block)
+        tail = tuple(self._pages(record, group, table, first, last) for group, table in enumerate(item.pages))
+        return Part(record, computed, end, first, tail)
+
+    def _pages(self, record: RequestRecord, group: int, table: Sequence[int], first: int, last: int) -> tuple[int, ...]:
+        # Blocks below the mark are stored or on their way, so their pages are not looked at: a pass of many long decoding
+        # requests costs a few entries for each.
+        pages = tuple(int(page) for page in table[first:last])
+        for block, page in enumerate(pages, first):
+            if page != NO_PAGE and not 0 <= page < self._page_counts[group]:
+                raise EngineContractError(
+                    f"request {record.request_id!r}, block {block}, group {group}: page {page} is not in the cache, which has "
+                    f"{self._page_counts[group]} pages"
+                )
+        return pages
+
+    def _end(self, plan: PassPlan, reason: str) -> Planned:
+        planned, earlier = self._plans.end(plan.plan_id)
+        for other in earlier.values():
+            self._dropped(other, reason)
+        return planned
+
+    def _dropped(self, planned: Planned, reason: str) -> None:
+        observe.emit(observe.PLAN_DROPPED, plan_id=planned.plan.plan_id, saves=len(planned.plan.saves), reason=reason)

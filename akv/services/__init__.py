@@ -1,0 +1,1 @@
+"""Tasks that live as long as the connector, all in the task group that `open_connector()` owns."""

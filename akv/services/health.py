@@ -1,0 +1,55 @@
+"""The health latch: whether a connector may be used, and if not, why. Asked on every entry and after every wait."""
+
+import os
+from collections.abc import Callable
+
+from akv.errors import AkvError, ConnectorBroken, NotOpenError
+
+
+class HealthLatch:
+    """Open, then closed or broken for good. The first reason stands."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._reason: Callable[[], AkvError] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def tripped(self) -> bool:
+        """Whether the connector can no longer be used."""
+        return self._reason is not None
+
+    def on_trip(self, listener: Callable[[], None]) -> None:
+        """Call `listener` once when the latch trips, so that whoever waits wakes and asks `check()`."""
+        self._listeners.append(listener)
+
+    def break_(self, why: str) -> None:
+        """The connector cannot go on."""
+        self._trip(lambda: ConnectorBroken(f"the connector stopped: {why}. Leave its block; requests go on without a cache"))
+
+    def close(self) -> None:
+        """The connector's block ended."""
+        self._trip(
+            lambda: NotOpenError(
+                "this connector is closed: its `async with open_connector(...)` block has ended. Use it inside the block, "
+                "or open another"
+            )
+        )
+
+    def check(self) -> None:
+        """Raise if the connector cannot be used: NotOpenError after close and in a forked child, ConnectorBroken after a
+        fault.
+        """
+        if self._reason is not None:
+            raise self._reason()
+        if os.getpid() != self._process:
+            raise NotOpenError(
+                f"this connector was opened in process {self._process} and is used in a forked child: the store's client does "
+                "not survive a fork. Start worker processes with 'spawn' and open a connector in each"
+            )
+
+    def _trip(self, reason: Callable[[], AkvError]) -> None:
+        if self._reason is None:
+            self._reason = reason
+            for listener in self._listeners:
+                listener()

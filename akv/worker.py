@@ -1,0 +1,206 @@
+"""The worker half: moves the pages of one rank between the engine's cache and the pool.
+
+It knows orders, pages and hashes, and nothing of prompts: what to move is decided by the scheduler half (`akv/scheduler.py`),
+which speaks to it in the messages of `values/messages.py`. `flow/load.py` and `flow/save.py` are its two ways.
+"""
+
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from anyio import CancelScope, Event, current_time
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from akv import observe
+from akv.flow.calls import CallDesk
+from akv.flow.load import load, report_load
+from akv.flow.parts import WorkerParts
+from akv.flow.save import save
+from akv.flow.staging import Staging
+from akv.ownership.reservations import LoadRecord, Reservations
+from akv.ownership.saves import Saves
+from akv.ownership.slots import SlotPool
+from akv.plan.keys import KeySpace
+from akv.plan.terms import terms_of
+from akv.ports import Ports
+from akv.ports.calls import CallKind, CallSize
+from akv.ports.device import CopyStream, HostBuffer
+from akv.services.lanes import Lanes
+from akv.services.poller import StreamPoller
+from akv.settings import Settings
+from akv.values.layout import Layout
+from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PassReport, SaveOrder, SaveResult, Withdrawal
+
+#: Pages that one store call moves at most. The store's TCP transport takes 2,052 pieces in flight per peer and wedges beyond;
+#: two loaders and a saver stay below that, and the first pages of a long load reach the device while the rest is on its way.
+LARGEST_BATCH = 512
+
+
+class WorkerHalf:
+    """One rank's pages. Made by `open_connector()`; every method but `open` and `drained` is synchronous and called on the
+    loop.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        keys: KeySpace,
+        ports: Ports,
+        desk: CallDesk,
+        poller: StreamPoller,
+        report: Callable[[PassReport], None],
+    ) -> None:
+        self._settings = settings
+        self._slot_bytes = layout.largest_page_bytes
+        self._ports = ports
+        self._desk = desk
+        self._tell_scheduler = report
+        page_bytes = tuple(group.bytes_per_page for group in layout.groups)
+        self._parts = WorkerParts(
+            pool=ports.pool,
+            device=ports.device,
+            desk=desk,
+            events=poller,
+            keys=keys,
+            page_bytes=page_bytes,
+            reservations=Reservations(page_bytes),
+            saves=Saves(),
+            report=self._report,
+            load_deadline_s=settings.load_deadline_s,
+        )
+        self._loads = Lanes(self._parts.reservations.next)
+        self._saves = Lanes(self._parts.saves.next)
+        self._began: dict[int, float] = {}
+        self._buffers: list[HostBuffer] = []
+        self._idle = Event()
+        #: What it would tell a scheduler half in another process.
+        self.terms = terms_of(layout, keys, ports.device.page_counts, role=settings.role, load_mode=settings.load_mode)
+
+    async def open(self, group: TaskGroup, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """Allocate and register staging memory, then start loaders and savers in `group`, each under `serve`."""
+        loading = await self._staging(self._settings.loaders)
+        saving = await self._staging(self._settings.savers)
+        for index in range(self._settings.loaders):
+            stream = self._ports.device.open_stream(f"akv-load-{index}")
+            await group.start(serve, partial(self._loads.run, partial(self._load, loading, stream)))
+        for index in range(self._settings.savers):
+            stream = self._ports.device.open_stream(f"akv-save-{index}")
+            await group.start(serve, partial(self._saves.run, partial(save, self._parts, saving, stream)))
+
+    def accept_load(self, order: LoadOrder) -> None:
+        """Take over the order's pages now: the fence that is recorded here orders every copy behind the engine's present work
+        (D5).
+        """
+        record = self._parts.reservations.accept(order, self._ports.device.record())
+        self._began[order.load_id] = current_time()
+        observe.emit(
+            observe.LOAD_QUEUED,
+            request_id=order.request_id,
+            incarnation=order.incarnation,
+            load_id=order.load_id,
+            pages=_count(order.groups),
+            bytes=self._bytes(order.groups),
+        )
+        if not order.groups:
+            # Honoured with nothing: complete at once, and by the same way as any other (D9).
+            self._parts.reservations.next()
+            report_load(self._parts, self._parts.reservations.landed(record))
+            return
+        self._loads.wake()
+
+    def accept_saves(self, orders: Sequence[SaveOrder]) -> None:
+        """The pass that computed these pages has been queued on the execution stream: read them behind its event."""
+        if not orders:
+            return
+        after = self._ports.device.record()
+        for order in orders:
+            self._parts.saves.accept(order, after)
+            self._began[order.save_id] = current_time()
+            observe.emit(
+                observe.SAVE_QUEUED,
+                request_id=order.request_id,
+                incarnation=order.incarnation,
+                save_id=order.save_id,
+                blocks=len(order.groups[0].blocks),
+                pages=_count(order.groups),
+                bytes=self._bytes(order.groups),
+            )
+        self._saves.wake()
+
+    def withdraw(self, message: Withdrawal) -> None:
+        """Stop what this incarnation still has queued. What runs is waited for, by its events, and reported then."""
+        records, loads = self._parts.reservations.withdraw(message.request_id, message.incarnation)
+        for record in records:
+            if record.interrupt is not None:
+                record.interrupt()
+        saves, unread = self._parts.saves.withdraw(message.request_id, message.incarnation)
+        self._report(PassReport(loads=tuple(loads), saves=tuple(saves), unread=tuple(unread)))
+
+    async def drained(self) -> None:
+        """Return when no load and no save is under way. Cancellation: nothing is held."""
+        await checkpoint()
+        while self._parts.reservations.active or self._parts.saves.active:
+            self._idle = Event()
+            await self._idle.wait()
+
+    def unregister(self) -> None:
+        """Take the staging memory back from the store. Only when no call is outstanding."""
+        for buffer in self._buffers:
+            self._ports.pool.unregister(buffer)
+        self._buffers.clear()
+
+    async def _staging(self, sharers: int) -> Staging:
+        slots = self._settings.staging_buffer_bytes // self._slot_bytes
+        share = min(LARGEST_BATCH, slots // sharers)
+        # More slots than the sharers can take would only be pinned for nothing.
+        nbytes = share * sharers * self._slot_bytes
+        device, pool = self._ports.device, self._ports.pool
+        buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
+        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, nbytes))
+        self._buffers.append(buffer)
+        return Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
+
+    async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
+        with CancelScope() as scope:
+            record.interrupt = scope.cancel
+            await load(self._parts, staging, stream, record)
+        record.interrupt = None
+
+    def _report(self, report: PassReport) -> None:
+        for result in report.loads:
+            self._load_ended(result)
+        for save_result in report.saves:
+            self._save_ended(save_result)
+        if report.loads or report.saves or report.unread:
+            self._tell_scheduler(report)
+            self._idle.set()
+
+    def _load_ended(self, result: LoadResult) -> None:
+        took = current_time() - self._began.pop(result.load_id)
+        who: dict[str, Any] = {"request_id": result.request_id, "incarnation": result.incarnation, "load_id": result.load_id}
+        if result.state is LoadState.LOADED:
+            observe.emit(observe.LOAD_COMPLETE, **who, pages=result.pages, bytes=result.bytes, duration_s=took)
+        elif result.state is LoadState.FAILED:
+            observe.emit(observe.LOAD_FAILED, **who, reason=result.reason, duration_s=took)
+            observe.emit(observe.LOAD_FAILED_KEY, **who, key=result.failed_key, state=result.reason)
+        else:
+            observe.emit(observe.LOAD_CANCELLED, **who, duration_s=took)
+
+    def _save_ended(self, result: SaveResult) -> None:
+        took = current_time() - self._began.pop(result.save_id)
+        who: dict[str, Any] = {"request_id": result.request_id, "incarnation": result.incarnation, "save_id": result.save_id}
+        if result.stored:
+            observe.emit(observe.SAVE_COMPLETE, **who, blocks=len(result.stored), bytes=result.bytes, duration_s=took)
+        if result.refused:
+            observe.emit(observe.SAVE_REFUSED, **who, blocks=len(result.refused), reason=result.reason)
+        if result.dropped:
+            observe.emit(observe.SAVE_DROPPED, **who, blocks=len(result.dropped), reason="withdrawn")
+
+    def _bytes(self, groups: Sequence[GroupPages]) -> int:
+        return sum(len(group.pages) * self._parts.page_bytes[group.group] for group in groups)
+
+
+def _count(groups: Sequence[GroupPages]) -> int:
+    return sum(len(group.pages) for group in groups)
