@@ -8,11 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from anyio import CancelScope, Event, current_time
+from anyio import CancelScope, Event
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from akv import observe
 from akv.flow.calls import CallDesk
 from akv.flow.load import load, report_load
 from akv.flow.parts import WorkerParts
@@ -28,9 +27,10 @@ from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import CopyStream, HostBuffer
 from akv.services.lanes import Lanes
 from akv.services.poller import StreamPoller
+from akv.services.reporter import TransferReporter
 from akv.settings import Settings
 from akv.values.layout import Layout
-from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PassReport, SaveOrder, SaveResult, Withdrawal
+from akv.values.messages import LoadOrder, PassReport, SaveOrder, Withdrawal
 
 #: Pages that one store call moves at most. The store's TCP transport takes 2,052 pieces in flight per peer and wedges beyond;
 #: two loaders and a saver stay below that, and the first pages of a long load reach the device while the rest is on its way.
@@ -72,7 +72,7 @@ class WorkerHalf:
         )
         self._loads = Lanes(self._parts.reservations.next)
         self._saves = Lanes(self._parts.saves.next)
-        self._began: dict[int, float] = {}
+        self._reporter = TransferReporter(page_bytes)
         self._buffers: list[HostBuffer] = []
         self._idle = Event()
         #: What it would tell a scheduler half in another process.
@@ -94,18 +94,9 @@ class WorkerHalf:
         (D5).
         """
         record = self._parts.reservations.accept(order, self._ports.device.record())
-        self._began[order.load_id] = current_time()
-        observe.emit(
-            observe.LOAD_QUEUED,
-            request_id=order.request_id,
-            incarnation=order.incarnation,
-            load_id=order.load_id,
-            pages=_count(order.groups),
-            bytes=self._bytes(order.groups),
-        )
+        self._reporter.load_queued(order)
         if not order.groups:
-            # Honoured with nothing: complete at once, and by the same way as any other (D9).
-            self._parts.reservations.next()
+            # Honoured with nothing: complete at once, and told in the same way as any other (D9).
             report_load(self._parts, self._parts.reservations.landed(record))
             return
         self._loads.wake()
@@ -117,16 +108,7 @@ class WorkerHalf:
         after = self._ports.device.record()
         for order in orders:
             self._parts.saves.accept(order, after)
-            self._began[order.save_id] = current_time()
-            observe.emit(
-                observe.SAVE_QUEUED,
-                request_id=order.request_id,
-                incarnation=order.incarnation,
-                save_id=order.save_id,
-                blocks=len(order.groups[0].blocks),
-                pages=_count(order.groups),
-                bytes=self._bytes(order.groups),
-            )
+            self._reporter.save_queued(order)
         self._saves.wake()
 
     def withdraw(self, message: Withdrawal) -> None:
@@ -158,8 +140,9 @@ class WorkerHalf:
         nbytes = share * sharers * self._slot_bytes
         device, pool = self._ports.device, self._ports.pool
         buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
-        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, nbytes))
+        # On the list first: an opening that is cancelled in between leaves nothing registered.
         self._buffers.append(buffer)
+        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, nbytes))
         return Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
 
     async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
@@ -170,37 +153,9 @@ class WorkerHalf:
 
     def _report(self, report: PassReport) -> None:
         for result in report.loads:
-            self._load_ended(result)
+            self._reporter.load_ended(result)
         for save_result in report.saves:
-            self._save_ended(save_result)
+            self._reporter.save_ended(save_result)
         if report.loads or report.saves or report.unread:
             self._tell_scheduler(report)
             self._idle.set()
-
-    def _load_ended(self, result: LoadResult) -> None:
-        took = current_time() - self._began.pop(result.load_id)
-        who: dict[str, Any] = {"request_id": result.request_id, "incarnation": result.incarnation, "load_id": result.load_id}
-        if result.state is LoadState.LOADED:
-            observe.emit(observe.LOAD_COMPLETE, **who, pages=result.pages, bytes=result.bytes, duration_s=took)
-        elif result.state is LoadState.FAILED:
-            observe.emit(observe.LOAD_FAILED, **who, reason=result.reason, duration_s=took)
-            observe.emit(observe.LOAD_FAILED_KEY, **who, key=result.failed_key, state=result.reason)
-        else:
-            observe.emit(observe.LOAD_CANCELLED, **who, duration_s=took)
-
-    def _save_ended(self, result: SaveResult) -> None:
-        took = current_time() - self._began.pop(result.save_id)
-        who: dict[str, Any] = {"request_id": result.request_id, "incarnation": result.incarnation, "save_id": result.save_id}
-        if result.stored:
-            observe.emit(observe.SAVE_COMPLETE, **who, blocks=len(result.stored), bytes=result.bytes, duration_s=took)
-        if result.refused:
-            observe.emit(observe.SAVE_REFUSED, **who, blocks=len(result.refused), reason=result.reason)
-        if result.dropped:
-            observe.emit(observe.SAVE_DROPPED, **who, blocks=len(result.dropped), reason="withdrawn")
-
-    def _bytes(self, groups: Sequence[GroupPages]) -> int:
-        return sum(len(group.pages) * self._parts.page_bytes[group.group] for group in groups)
-
-
-def _count(groups: Sequence[GroupPages]) -> int:
-    return sum(len(group.pages) for group in groups)

@@ -53,10 +53,11 @@ class Reservations:
         return len(self._queue)
 
     def accept(self, order: LoadOrder, fence: Any) -> LoadRecord:
-        """Take ownership of the order's pages and queue the load."""
+        """Take ownership of the order's pages and queue the load. An order without pages is not queued: it has landed (D9)."""
         record = LoadRecord(order, fence)
         self._active[order.load_id] = record
-        self._queue.append(record)
+        if order.groups:
+            self._queue.append(record)
         return record
 
     def next(self) -> LoadRecord | None:
