@@ -1,0 +1,25 @@
+"""The reference engine: a real, small, asynchronous LLM server core that embeds akv the way a production engine would.
+
+Needs torch. `open_engine()` is where to start reading; `schedule.py` decides what a pass computes, `model.py` computes it,
+`akv.host` books the pages.
+"""
+
+from akv_testing.engine.config import DEMO, TINY, EngineConfig, ModelConfig
+from akv_testing.engine.engine import Engine, EngineClosed, open_engine
+from akv_testing.engine.job import Result
+from akv_testing.engine.model import Model
+from akv_testing.engine.pages import Pages, layout_of
+
+__all__ = [
+    "DEMO",
+    "TINY",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "Model",
+    "ModelConfig",
+    "Pages",
+    "Result",
+    "layout_of",
+    "open_engine",
+]

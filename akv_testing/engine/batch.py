@@ -1,0 +1,118 @@
+"""The batch: one task that computes pass after pass for the requests that have joined, with akv's two calls around each."""
+
+from typing import TYPE_CHECKING
+
+import anyio
+import torch
+from anyio import to_thread
+
+from akv.values.messages import PassPlan
+from akv.values.requests import Scheduled
+from akv_testing.engine.config import EngineConfig
+from akv_testing.engine.job import Chunk, Job, Sampled
+from akv_testing.engine.model import Model
+from akv_testing.engine.pages import Pages
+from akv_testing.engine.schedule import PassShape, next_pass
+
+if TYPE_CHECKING:
+    from akv.connector import Connector
+
+
+class Batch:
+    """Continuous batching: requests join and leave between any two passes."""
+
+    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None") -> None:
+        self._threads = config.threads
+        self._shape = PassShape(
+            chunk_tokens=config.chunk_tokens, max_tokens=config.max_tokens_per_pass, max_running=config.max_running
+        )
+        self._model = model
+        self._pages = pages
+        self._kv = kv
+        self._one_at_a_time = anyio.CapacityLimiter(1)
+        #: In order of arrival.
+        self._jobs: dict[str, Job] = {}
+        self._work = anyio.Event()
+
+    def join(self, job: Job) -> None:
+        """From the next pass on this request is computed, until it is complete or leaves."""
+        self._jobs[job.request_id] = job
+        self._work.set()
+
+    def leave(self, job: Job) -> None:
+        """No pass that begins from here on computes this request; `job.pass_over` tells of the present one."""
+        self._jobs.pop(job.request_id, None)
+
+    async def run(self) -> None:
+        """Compute until cancelled. What a pass raises leaves through here: the engine cannot go on."""
+        while True:
+            batch = next_pass(self._jobs.values(), self._shape)
+            if batch:
+                await self._pass(batch)
+            else:
+                self._work = anyio.Event()
+                await self._work.wait()
+
+    async def _pass(self, batch: list[tuple[Job, int]]) -> None:
+        over = anyio.Event()
+        for job, _ in batch:
+            job.pass_over = over
+        try:
+            plan = self._plan(batch)
+            sampled = await self._forward([job.chunk(count) for job, count in batch], plan)
+            if self._kv is not None and plan is not None:
+                await self._kv.after_forward(plan)
+            for (job, count), sample in zip(batch, sampled, strict=True):
+                self._advance(job, count, sample)
+        finally:
+            for job, _ in batch:
+                job.pass_over = None
+            over.set()
+
+    def _plan(self, batch: list[tuple[Job, int]]) -> PassPlan | None:
+        if self._kv is None:
+            return None
+        return self._kv.plan_pass(
+            Scheduled(request=job.request, computed_before=job.computed, tokens=count, pages=job.tables)
+            for job, count in batch
+            if job.request is not None
+        )
+
+    async def _forward(self, chunks: list[Chunk], plan: PassPlan | None) -> list[Sampled | None]:
+        """**Cancellation:** takes effect before the pass or behind it, never while a thread writes pages."""
+        try:
+            return await to_thread.run_sync(self._compute, chunks, limiter=self._one_at_a_time)
+        except BaseException:
+            if self._kv is not None and plan is not None:
+                self._kv.drop_pass(plan)
+            raise
+
+    def _compute(self, chunks: list[Chunk]) -> list[Sampled | None]:
+        # Each time: torch keeps a part of this per thread, and which worker thread runs a pass is up to the backend.
+        torch.set_num_threads(self._threads)
+        sampled: list[Sampled | None] = []
+        for chunk in chunks:
+            logits = self._model.forward(chunk.tokens, chunk.start, chunk.tables, self._pages)
+            sampled.append(
+                Sampled(int(logits.argmax()), logits.cpu() if chunk.keep_logits else None) if chunk.samples else None
+            )
+        return sampled
+
+    def _advance(self, job: Job, count: int, sample: Sampled | None) -> None:
+        if job.request_id not in self._jobs or job.sequence is None:
+            return  # it left while the pass ran
+        job.computed += count
+        job.sequence.commit(job.computed)
+        if sample is None:
+            return
+        if job.length == job.prompt_tokens:
+            job.ttft_s = anyio.current_time() - job.called_at
+        job.tokens.append(sample.token)
+        job.sequence.append([sample.token])
+        if job.request is not None:
+            job.request.append([sample.token])
+        if sample.logits is not None:
+            job.logits.append(sample.logits)
+        if job.complete:
+            del self._jobs[job.request_id]
+            job.done.set()

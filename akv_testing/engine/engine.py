@@ -1,0 +1,243 @@
+"""The reference engine: continuous batching on paged KV, with akv where a server has it. Unchanged on asyncio and trio.
+
+`generate()` is a request's way, in the caller's task: book pages, ask the pool, wait for the load, join the batch, wait for
+its tokens. The batch (`batch.py`) is one task that waits for passes alone, so a request that waits holds up nobody.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from akv.errors import ConnectorBroken, EngineContractError, LoadFailed, NotOpenError
+from akv.host import PagedCache, PagedSequence
+from akv.values.scope import EMPTY_SCOPE, Scope
+from akv_testing.engine.batch import Batch
+from akv_testing.engine.config import EngineConfig, check_config
+from akv_testing.engine.job import Job, Result
+from akv_testing.engine.model import Model
+from akv_testing.engine.pages import Pages
+
+if TYPE_CHECKING:
+    from akv.connector import Connector
+
+#: Seconds that a leaving request waits at most for akv to let go of its pages. Past it they stay out of use: a page that
+#: something may still read is worth less than one that is lost.
+RELEASE_GRACE_S = 30.0
+
+
+class EngineClosed(Exception):
+    """The engine ended before the request did. Nothing of the request is left in the engine."""
+
+
+class Engine:
+    """What `open_engine()` yields."""
+
+    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None", group: TaskGroup) -> None:
+        self._config = config
+        self._pages = pages
+        self._kv = kv
+        self._group = group
+        self._batch = Batch(config, model, pages, kv)
+        #: Read-only for others: how full the cache is, and whether its books are right (`check()`).
+        self.cache = PagedCache(config.tokens_per_block, [config.pages] * config.layer_groups)
+        #: Every request that has not given back its pages.
+        self._jobs: dict[str, Job] = {}
+        #: Requests that wait for pages, first come first served.
+        self._queue: deque[Job] = deque()
+        #: Set when the last request has left; a new one for each time that there are any.
+        self._empty = anyio.Event()
+        self._open = True
+
+    async def generate(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int,
+        scope: Scope = EMPTY_SCOPE,
+        local_reuse: bool = True,
+        reads_pool: bool = True,
+        keep_logits: bool = False,
+        keep_pages: bool = False,
+    ) -> Result:
+        """Generate greedily, exactly `max_new_tokens` tokens, and return when they are there; saves go on.
+
+        `local_reuse=False` neither shares other requests' KV nor leaves this one's for them; `reads_pool=False` does not ask
+        the pool. Both off, it is a cold run. `keep_logits` and `keep_pages` are for comparisons.
+
+        Raises ValueError for a request that can never be served or whose id is in use (ids are free again once saves ended:
+        `settled()`), EngineClosed if the engine ended first.
+
+        **Cancellation:** the request leaves the batch, its load and its saves are withdrawn, and a task of the engine gives
+        its pages back when neither a pass nor akv touches them any more.
+        """
+        job = Job(request_id, list(tokens), max_new_tokens, scope, local_reuse=local_reuse, keep_logits=keep_logits)
+        self._refuse_if_hopeless(job)
+        with job.stop:
+            try:
+                sequence = await self._book(job)
+                if self._kv is not None:
+                    job.request = self._kv.open_request(request_id, job.tokens, scope, reads_cache=reads_pool)
+                    await self._fill_from_pool(job, sequence)
+                self._batch.join(job)
+                await job.done.wait()
+                if keep_pages:
+                    blocks = job.computed // self._config.tokens_per_block
+                    job.page_digests = await to_thread.run_sync(self._pages.digests, job.tables, blocks)
+                return job.result(sequence.local_tokens)
+            finally:
+                self._leave(job)
+        raise EngineClosed(f"the engine closed before request {request_id!r} was complete")
+
+    async def settled(self) -> None:
+        """Wait until no request is in the engine and no save of an earlier one is under way."""
+        await checkpoint()
+        while self._jobs:
+            await self._empty.wait()
+
+    def _refuse_if_hopeless(self, job: Job) -> None:
+        model = self._config.model
+        if not self._open:
+            raise EngineClosed(f"the engine is closed: request {job.request_id!r} comes too late")
+        if not job.tokens or job.max_new_tokens < 1:
+            raise ValueError(f"request {job.request_id!r} has no tokens, or asks for none")
+        if not all(0 <= token < model.vocabulary for token in job.tokens):
+            raise ValueError(f"request {job.request_id!r} has tokens outside the vocabulary of {model.vocabulary}")
+        if job.capacity_tokens > model.max_tokens or not self.cache.fits(job.capacity_tokens):
+            raise ValueError(
+                f"request {job.request_id!r} needs {job.capacity_tokens} tokens: the model takes {model.max_tokens}, "
+                f"the cache {self._config.pages * self._config.tokens_per_block}"
+            )
+        if job.request_id in self._jobs:
+            raise ValueError(f"request {job.request_id!r} is in the engine already; ids are free again once its saves ended")
+
+    async def _book(self, job: Job) -> PagedSequence:
+        """Wait for all pages that the request will ever need: so no request is preempted, and parked loads never deadlock."""
+        if not self._jobs:
+            self._empty = anyio.Event()
+        self._jobs[job.request_id] = job
+        self._queue.append(job)
+        self._admit()
+        await job.admitted.wait()
+        job.queue_s = anyio.current_time() - job.called_at
+        if job.sequence is None:
+            raise AssertionError("an admitted request has pages")
+        return job.sequence
+
+    def _admit(self) -> None:
+        """Give pages to those who wait, in order; called whenever pages may have become free."""
+        while self._queue:
+            job = self._queue[0]
+            sequence = self.cache.admit(job.tokens, job.capacity_tokens, job.scope, reuse=job.local_reuse)
+            if sequence is None:
+                return
+            self._queue.popleft()
+            job.sequence = sequence
+            job.tables = sequence.page_tables()
+            job.computed = sequence.local_tokens
+            job.admitted.set()
+
+    async def _fill_from_pool(self, job: Job, sequence: PagedSequence) -> None:
+        """Ask the pool, outside the batch, and wait until what it offers lies in the pages; the others go on computing."""
+        if job.request is None:
+            return
+        began = anyio.current_time()
+        offer = await job.request.lookup(sequence.local_tokens)
+        asked = anyio.current_time()
+        job.lookup_s = asked - began
+        if not offer.tokens:
+            return
+        load = job.request.reserve(offer, offer.tokens, job.tables)
+        try:
+            completed = await load.wait()
+        except LoadFailed as failure:
+            # The pages are ours again and hold nothing; they stay booked, and the prompt is computed behind the local match.
+            job.load_failure = failure.reason
+        else:
+            job.from_pool_tokens = completed.tokens
+            job.computed += completed.tokens
+            sequence.commit(job.computed)
+        job.load_s = anyio.current_time() - asked
+
+    def _leave(self, job: Job) -> None:
+        """The caller has its answer, or does not want it any more."""
+        self._batch.leave(job)
+        if job.sequence is None:
+            if job in self._queue:
+                self._queue.remove(job)
+            self._gone(job)
+        else:
+            self._group.start_soon(self._release, job, job.sequence)
+
+    async def _release(self, job: Job, sequence: PagedSequence) -> None:
+        """Give the pages back when neither a pass nor akv touches them any more.
+
+        **Cancellation:** the engine is ending; the pages are given back all the same, within the grace.
+        """
+        with anyio.move_on_after(RELEASE_GRACE_S, shield=True):
+            if job.pass_over is not None:
+                await job.pass_over.wait()
+            try:
+                if job.request is not None:
+                    await (job.request.finished() if job.complete else job.request.cancel())
+                sequence.release()
+            except (ConnectorBroken, NotOpenError):
+                # Nobody can say any more what still reads the pages, so they stay booked. The batch surfaces the fault.
+                await checkpoint()
+        self._gone(job)
+
+    def _gone(self, job: Job) -> None:
+        del self._jobs[job.request_id]
+        self._admit()
+        if not self._jobs:
+            self._empty.set()
+
+    async def _close(self) -> None:
+        """Refuse new requests, end those that are under way, and wait until their pages are free, within the grace."""
+        self._open = False
+        for job in list(self._jobs.values()):
+            job.stop.cancel()
+        with anyio.move_on_after(RELEASE_GRACE_S, shield=True):
+            await self.settled()
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig, *, model: Model | None = None, pages: Pages | None = None, kv: "Connector | None" = None
+) -> AsyncIterator[Engine]:
+    """Run an engine for the length of an `async with` block.
+
+    With a connector, `pages` are those that it was opened with: `open_connector(settings, pages.layout, pages.caches)`.
+    Without (`kv=None`) requests reuse each other's KV only. `model` may be shared by engines; left out, it is made here.
+
+    Leaving the block ends requests that are under way (their callers get EngineClosed) and waits for the saves of those that
+    are complete. A fault of the batch ends the block. Raises SettingsError for a configuration that cannot run.
+    """
+    check_config(config)
+    if pages is None:
+        if kv is not None:
+            raise EngineContractError("an engine with a connector computes in the pages that it was opened with: pass them")
+        pages = Pages(config)
+    if model is None:
+        model = await to_thread.run_sync(lambda: Model(config.model, config.device))
+    try:
+        async with anyio.create_task_group() as group:
+            engine = Engine(config, model, pages, kv, group)
+            group.start_soon(engine._batch.run)
+            try:
+                yield engine
+            finally:
+                await engine._close()
+                group.cancel_scope.cancel()
+    except BaseExceptionGroup as failures:
+        if len(failures.exceptions) > 1:
+            raise
+        # What the block or the batch raised, as it was raised: that there is a task group is the engine's own affair.
+        only = failures.exceptions[0]
+        raise only from only.__cause__

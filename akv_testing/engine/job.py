@@ -1,0 +1,137 @@
+"""One call of `Engine.generate()`: what the engine keeps of it, and what it answers."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+import msgspec
+import torch
+from torch import Tensor
+
+from akv.host import PagedSequence
+from akv.units import PageIndex
+from akv.values.scope import Scope
+
+if TYPE_CHECKING:
+    from akv.request import Request
+
+PageTables = tuple[tuple[PageIndex, ...], ...]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Engine.generate()` answers."""
+
+    request_id: str
+    #: The generated tokens.
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    #: Tokens of the prompt whose KV other requests of this engine had computed.
+    local_tokens: int
+    #: Tokens of the prompt, behind the local ones, whose KV came from the pool.
+    from_pool_tokens: int
+    #: Seconds from the call to the first generated token.
+    ttft_s: float
+    #: Of these, seconds of waiting for pages; for the pool's answer; for the load.
+    queue_s: float
+    lookup_s: float
+    load_s: float
+    #: Why the load failed, one word, and the whole prompt behind the local match was computed; empty if none failed.
+    load_failure: str = ""
+    #: With `keep_logits`: the logits of each generated step, (generated tokens, vocabulary), on the CPU.
+    logits: Tensor | None = None
+    #: With `keep_pages`: per layer group, a digest of the page of each whole block that has KV (`Pages.digests`).
+    page_digests: tuple[tuple[bytes, ...], ...] = ()
+    #: The request's page table for each layer group. The pages may be another request's by now.
+    page_tables: PageTables = ()
+
+
+class Chunk(NamedTuple):
+    """What one pass computes of one request. A copy, so that the thread that computes reads nothing that the loop changes."""
+
+    tokens: tuple[int, ...]
+    #: The position of the first one.
+    start: int
+    tables: PageTables
+    #: Whether a token is sampled behind the last one.
+    samples: bool
+    keep_logits: bool
+
+
+class Sampled(NamedTuple):
+    """What a chunk that samples gives."""
+
+    token: int
+    logits: Tensor | None
+
+
+class Job:
+    """A request inside the engine."""
+
+    def __init__(
+        self, request_id: str, tokens: list[int], max_new_tokens: int, scope: Scope, *, local_reuse: bool, keep_logits: bool
+    ) -> None:
+        self.request_id = request_id
+        #: The prompt, and what was generated.
+        self.tokens = tokens
+        self.prompt_tokens = len(tokens)
+        self.max_new_tokens = max_new_tokens
+        self.scope = scope
+        self.local_reuse = local_reuse
+        self.keep_logits = keep_logits
+        self.called_at = anyio.current_time()
+        #: Ends `generate()` when the engine closes.
+        self.stop = anyio.CancelScope()
+        self.admitted = anyio.Event()
+        self.done = anyio.Event()
+        #: The request's pages, from admission on.
+        self.sequence: PagedSequence | None = None
+        self.tables: PageTables = ()
+        #: akv's side of the request, if the engine has a connector.
+        self.request: Request | None = None
+        #: Set while a pass computes this request: when it is over. Until then its pages are written.
+        self.pass_over: anyio.Event | None = None
+        #: Tokens whose KV lies in the pages.
+        self.computed = 0
+        self.from_pool_tokens = 0
+        self.load_failure = ""
+        self.logits: list[Tensor] = []
+        self.page_digests: tuple[tuple[bytes, ...], ...] = ()
+        self.queue_s = self.lookup_s = self.load_s = self.ttft_s = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far."""
+        return len(self.tokens)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that it may grow to: what its pages are booked for."""
+        return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tokens were generated."""
+        return len(self.tokens) == self.capacity_tokens
+
+    def chunk(self, count: int) -> Chunk:
+        """The next `count` tokens, for a pass."""
+        end = self.computed + count
+        tokens = tuple(self.tokens[self.computed : end])
+        return Chunk(tokens, self.computed, self.tables, samples=end == self.length, keep_logits=self.keep_logits)
+
+    def result(self, local_tokens: int) -> Result:
+        """The answer, once complete."""
+        return Result(
+            request_id=self.request_id,
+            tokens=tuple(self.tokens[self.prompt_tokens :]),
+            prompt_tokens=self.prompt_tokens,
+            local_tokens=local_tokens,
+            from_pool_tokens=self.from_pool_tokens,
+            ttft_s=self.ttft_s,
+            queue_s=self.queue_s,
+            lookup_s=self.lookup_s,
+            load_s=self.load_s,
+            load_failure=self.load_failure,
+            logits=torch.stack(self.logits) if self.logits else None,
+            page_digests=self.page_digests,
+            page_tables=self.tables,
+        )

@@ -1,0 +1,56 @@
+"""What one pass computes: decided from counts alone, without waiting."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+
+class Progress(Protocol):
+    """What the decision needs to know of a request."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV lies in the pages."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens known: the prompt, and what was generated. More than are computed, or the request would have ended."""
+        ...
+
+
+P = TypeVar("P", bound=Progress)
+
+
+class PassShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's bounds, as `EngineConfig` has them."""
+
+    chunk_tokens: int
+    max_tokens: int
+    max_running: int
+
+
+def next_pass(requests: Iterable[P], shape: PassShape) -> list[tuple[P, int]]:
+    """Requests, in order of arrival, and how many tokens each computes in the next pass.
+
+    The first `max_running` requests take part. Each that decodes computes its token; then prompts take whole chunks while they
+    fit. A chunk is never cut to what is left of the pass: its end depends on the request alone, so its bits do too.
+    """
+    running = [request for request, _ in zip(requests, range(shape.max_running), strict=False)]
+    decoding = [(request, 1) for request in running if request.length - request.computed == 1]
+    left = shape.max_tokens - len(decoding)
+    chunks: list[tuple[P, int]] = []
+    for request in running:
+        waiting = request.length - request.computed
+        if waiting > 1:
+            count = min(waiting, shape.chunk_tokens - request.computed % shape.chunk_tokens)
+            if count <= left:
+                chunks.append((request, count))
+                left -= count
+    return decoding + chunks
+
+
+def tokens_in(batch: Sequence[tuple[P, int]]) -> int:
+    """Tokens that a pass computes."""
+    return sum(count for _, count in batch)
