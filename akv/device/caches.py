@@ -56,11 +56,10 @@ def take_caches(layout: Layout, caches: Sequence[Sequence[Any]]) -> tuple[tuple[
                 "Give one tensor per region, in the order of the group's regions: it is the order of the stored bytes.",
             )
     first = caches[0][0]
-    with torch.inference_mode():  # no view that is made here may enter an autograd graph, whatever mode the engine is in
-        groups = tuple(
-            _take_group(f"caches[{index}]", group, tensors, first)
-            for index, (group, tensors) in enumerate(zip(layout.groups, caches, strict=True))
-        )
+    groups = tuple(
+        _take_group(f"caches[{index}]", group, tensors, first)
+        for index, (group, tensors) in enumerate(zip(layout.groups, caches, strict=True))
+    )
     return groups, first.device
 
 

@@ -14,6 +14,9 @@ DEVICES = [
     *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else []),
 ]
 
+#: What needs CUDA throughout.
+collect_ignore = [] if torch.cuda.is_available() else ["test_cuda_order.py"]
+
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:

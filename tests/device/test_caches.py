@@ -76,6 +76,11 @@ def test_an_odd_pitch_or_an_odd_begin_narrows_the_word(layout_for: LayoutFor) ->
     assert [group.regions[0].word for group in groups] == [4, 8]
 
 
+def test_the_stride_of_a_single_page_means_nothing(layout_for: LayoutFor) -> None:
+    groups, _ = take_caches(layout_for([[48]]), [[torch.zeros(48, dtype=torch.uint8).as_strided((1, 48), (7, 1))]])
+    assert groups[0].regions[0].word == 16
+
+
 def test_groups_may_share_one_pool_of_pages(layout_for: LayoutFor) -> None:
     pool = cache(4, 24)
     assert open_torch_device(layout_for([[24], [24]]), [[pool], [pool]]).page_counts == (4, 4)

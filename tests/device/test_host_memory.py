@@ -41,6 +41,42 @@ def test_the_memory_lives_as_long_as_a_view_of_it(pinned: bool) -> None:
     assert view.tobytes() == b"\x05" * (1 << 20)
 
 
+class FakeRuntime:
+    """What `torch.cuda.cudart()` gives, for machines without CUDA."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_M6_pinned_memory_is_whole_pages_and_unpinned_when_its_last_view_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer = TorchBuffer(mmap.PAGESIZE + 1, pinned=True)
+    assert runtime.registered == {buffer.address: 2 * mmap.PAGESIZE}
+    view = buffer.view()
+    del buffer
+    gc.collect()
+    assert runtime.registered
+    view.release()
+    gc.collect()
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(status=2))
+    with pytest.raises(MemoryError, match=r"cannot pin 4096 bytes .*status 2"):
+        TorchBuffer(100, pinned=True)
+
+
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_a_buffer_of_nothing_is_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="at least one byte"):

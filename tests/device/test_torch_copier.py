@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from akv.device import open_torch_device, torch_copier
@@ -134,45 +132,6 @@ def test_no_byte_outside_the_named_pages_and_slots_changes(
         assert all((as_bytes(tensor) == was).all() for tensor, was in zip(tensors, whole, strict=True))
 
 
-@st.composite
-def moves(draw: st.DrawFn) -> tuple[list[int], int, list[int], list[int], list[int], int]:
-    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 16, 24, 31, 32, 48]), min_size=1, max_size=4))
-    count = draw(st.integers(2, 14))
-    order = draw(st.permutations(range(count)))
-    some = draw(st.integers(1, count // 2))
-    slots = draw(st.permutations(range(count)))[:some]
-    return sizes, count, list(order[:some]), list(order[some : 2 * some]), list(slots), draw(st.integers(0, 9))
-
-
-@settings(deadline=None, max_examples=150)
-@given(moves())
-def test_gather_then_scatter_is_the_identity_on_other_pages(
-    move: tuple[list[int], int, list[int], list[int], list[int], int],
-) -> None:
-    sizes, count, sources, targets, slots, gap = move
-    generator = np.random.default_rng(3)
-    layout = build_layout(sizes)
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        caches = [torch.from_numpy(generator.integers(0, 256, (count, size), dtype=np.uint8)).to(device) for size in sizes]
-        expected = [cache.cpu().numpy().copy() for cache in caches]
-        for rows in expected:
-            rows[targets] = rows[sources]
-        copier = open_torch_device(layout, [caches])
-        pitch = sum(sizes) + gap
-        buffer = copier.host_buffer(count * pitch)
-        stream, offsets = copier.open_stream("s"), [slot * pitch for slot in slots]
-        wait(copier.gather(stream, 0, sources, buffer, offsets, copier.record()))
-        wait(copier.scatter(stream, 0, targets, buffer, offsets, copier.record()))
-        assert all((cache.cpu().numpy() == rows).all() for cache, rows in zip(caches, expected, strict=True))
-
-
-def build_layout(sizes: list[int]) -> Layout:
-    from akv.values.layout import LayerGroup, Region
-
-    regions = tuple(Region(name=str(index), bytes_per_page=size) for index, size in enumerate(sizes))
-    return Layout(tokens_per_block=1, groups=(LayerGroup(layers=(0,), dtype="u", kv_heads=1, head_size=1, regions=regions),))
-
-
 class Calls(TorchFunctionMode):
     """The torch functions that this thread calls, and the elements of their `out`."""
 
@@ -214,21 +173,6 @@ def test_on_a_cpu_no_copy_is_large_enough_to_be_split_among_threads(
     assert 0 < max(size for name, size in calls.seen if name == "index_select") < 32_768
     copier.scatter(stream, 0, [3, 4], buffer, [page, 4 * page], copier.record())
     assert [page_of(caches, index) for index in (3, 4)] == expected[1::2]
-
-
-@pytest.mark.parametrize(
-    ("slots", "gaps", "runs"),
-    [
-        ([], True, []),
-        ([8], True, [(0, 1, 4)]),
-        ([0, 4, 8, 20], False, [(0, 3, 4), (3, 4, 4)]),
-        ([0, 10, 20, 24, 28], False, [(0, 1, 4), (1, 2, 4), (2, 5, 4)]),
-        ([0, 10, 20, 24, 28], True, [(0, 3, 10), (3, 5, 4)]),
-        ([0, 0, 2, 6], True, [(0, 1, 4), (1, 2, 4), (2, 4, 4)]),
-    ],
-)
-def test_adjacent_slots_make_one_run(slots: list[int], gaps: bool, runs: list[tuple[int, int, int]]) -> None:
-    assert list(torch_copier._runs(slots, 4, gaps=gaps)) == runs
 
 
 def test_no_pages_is_a_copy_that_ends(device: torch.device, layout_for: LayoutFor, noise: Noise) -> None:
@@ -281,6 +225,14 @@ def test_slots_may_overlap_where_they_are_only_read(device: torch.device, layout
     buffer.view()[:] = bytes(range(96))
     wait(copier.scatter(stream, 0, [0, 1, 2], buffer, [0, 0, 12], copier.record()))
     assert [page_of([cache], page) for page in range(3)] == [bytes(range(24)), bytes(range(24)), bytes(range(12, 36))]
+
+
+def test_a_page_may_be_read_into_two_slots(device: torch.device, layout_for: LayoutFor, noise: Noise) -> None:
+    cache = filled(noise, device, 4, 24)
+    copier = open_torch_device(layout_for([[24]]), [[cache]])
+    stream, buffer = copier.open_stream("s"), copier.host_buffer(48)
+    wait(copier.gather(stream, 0, [2, 2], buffer, [0, 24], copier.record()))
+    assert buffer.view().tobytes() == page_of([cache], 2) * 2
 
 
 def test_what_belongs_to_another_device_is_refused(layout_for: LayoutFor, noise: Noise) -> None:
@@ -343,15 +295,16 @@ def strange_application(device: torch.device) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
-@pytest.mark.parametrize("made", ["grad", "plain", "inference"])
+@pytest.mark.parametrize("made", ["grad", "plain", "inference", "inference, single bytes"])
 @pytest.mark.usefixtures("strange_application")
 def test_the_modes_and_defaults_of_the_application_do_not_matter(
     mode: str, made: str, device: torch.device, layout_for: LayoutFor
 ) -> None:
-    with torch.inference_mode(made == "inference"):
-        cache = torch.arange(12.0, device=device, dtype=torch.float32).view(4, 3).requires_grad_(made == "grad")
+    dtype = torch.uint8 if "bytes" in made else torch.float32
+    with torch.inference_mode(made.startswith("inference")):
+        cache = torch.arange(12, device=device, dtype=dtype).view(4, 3).requires_grad_(made == "grad")
     with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
-        copier = open_torch_device(layout_for([[12]]), [[cache]])
+        copier = open_torch_device(layout_for([[3 * dtype.itemsize]]), [[cache]])
         stream, buffer = copier.open_stream("s"), copier.host_buffer(24)
         wait(copier.gather(stream, 0, [3, 1], buffer, [0, 12], copier.record()))
         wait(copier.scatter(stream, 0, [0, 2], buffer, [0, 12], copier.record()))

@@ -1,0 +1,140 @@
+"""What only CUDA can show: copies are ordered on the device, and the host waits for none of them."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from akv.device import open_torch_device, torch_copier
+from akv.errors import SettingsError
+from akv.values.layout import Layout
+
+pytestmark = pytest.mark.cuda
+
+LayoutFor = Callable[[Sequence[Sequence[int]]], Layout]
+
+#: Cycles of a kernel that keeps the execution stream busy for about 0.2 s.
+BUSY = 400_000_000
+
+
+def busy(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def execution() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("scratch_pages", [1, 100])
+def test_M4_copies_wait_for_their_fence_on_the_device_and_not_on_the_host(
+    scratch_pages: int, execution: torch.cuda.Stream, layout_for: LayoutFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_copier, "SCRATCH_BYTES", scratch_pages * 64)
+    cache = torch.zeros(200, 64, dtype=torch.uint8, device="cuda")
+    ones = torch.ones_like(cache)
+    copier = open_torch_device(layout_for([[64]]), [[cache]], execution)
+    stream, buffer = copier.open_stream("s"), copier.host_buffer(100 * 64)
+    offsets = [64 * index for index in range(100)]
+    for pages in (range(100), range(100, 200)):  # the first round pays for what CUDA sets up lazily
+        buffer.view()[:] = bytes(6400)
+        torch.cuda.synchronize()
+        busy(execution)
+        with torch.cuda.stream(execution):
+            cache.copy_(ones)
+        began = time.perf_counter()
+        event = copier.gather(stream, 0, list(pages), buffer, offsets, copier.record())
+        issued = time.perf_counter() - began
+        assert not event.query()
+        assert not any(buffer.view())
+        while not event.query():
+            pass
+        assert buffer.view().tobytes() == b"\x01" * 6400
+    assert issued < 0.1
+
+
+def test_M4_a_load_waits_for_the_last_kernel_of_the_former_owner_and_the_next_forward_for_the_load(
+    execution: torch.cuda.Stream, layout_for: LayoutFor
+) -> None:
+    cache = torch.zeros(4, 64, dtype=torch.uint8, device="cuda")
+    threes = torch.full_like(cache, 3)
+    seen = torch.zeros_like(cache)
+    copier = open_torch_device(layout_for([[64]]), [[cache]], execution)
+    stream, buffer = copier.open_stream("s"), copier.host_buffer(128)
+    buffer.view()[:] = b"\x07" * 128
+    torch.cuda.synchronize()
+    busy(execution)
+    with torch.cuda.stream(execution):
+        cache.copy_(threes)
+    loaded = copier.scatter(stream, 0, [0, 2], buffer, [0, 64], copier.record())
+    copier.execution_waits_for(loaded)
+    with torch.cuda.stream(execution):
+        seen.copy_(cache)
+    assert not loaded.query()
+    execution.synchronize()
+    assert loaded.query()
+    assert seen[:, 0].tolist() == [7, 3, 7, 3]
+
+
+def test_without_a_stream_the_current_one_is_the_execution_stream(execution: torch.cuda.Stream, layout_for: LayoutFor) -> None:
+    cache = torch.zeros(4, 64, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(execution):
+        copier = open_torch_device(layout_for([[64]]), [[cache]])
+    busy(execution)
+    assert not copier.record().query()
+
+
+def test_a_copy_keeps_the_memory_that_it_writes(execution: torch.cuda.Stream, layout_for: LayoutFor) -> None:
+    cache = torch.ones(4, 64, dtype=torch.uint8, device="cuda")
+    copier = open_torch_device(layout_for([[64]]), [[cache]], execution)
+    stream, buffer = copier.open_stream("s"), copier.host_buffer(64)
+    torch.cuda.synchronize()
+    busy(execution)
+    event = copier.gather(stream, 0, [1], buffer, [0], copier.record())
+    memory = buffer.tensor.data_ptr()
+    del buffer
+    gc.collect()
+    assert copier.host_buffer(64).address != memory
+    while not event.query():
+        pass
+
+
+def test_what_is_no_stream_of_the_device_is_refused(layout_for: LayoutFor) -> None:
+    cache = torch.zeros(4, 64, dtype=torch.uint8, device="cuda")
+    with pytest.raises(SettingsError, match="no stream of cuda:0"):
+        open_torch_device(layout_for([[64]]), [[cache]], stream=object())
+
+
+def test_caches_on_two_devices_are_refused(layout_for: LayoutFor) -> None:
+    caches = [[torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 64, dtype=torch.uint8, device="cuda")]]
+    with pytest.raises(SettingsError, match="is on cpu"):
+        open_torch_device(layout_for([[64, 64]]), caches)
+
+
+def test_pinned_memory_moves_at_the_speed_of_a_bulk_copy(layout_for: LayoutFor) -> None:
+    regions, pages, size = 16, 256, 64 << 10
+    caches = [torch.randint(0, 255, (pages, size), dtype=torch.uint8, device="cuda") for _ in range(regions)]
+    copier = open_torch_device(layout_for([[size] * regions]), [caches])
+    stream, page = copier.open_stream("s"), regions * size
+    buffer = copier.host_buffer(pages * page)
+    order = np.random.default_rng(5).permutation(pages).tolist()
+    offsets = [page * index for index in range(pages)]
+    bulk = torch.empty(pages * page, dtype=torch.uint8, device="cuda")
+
+    def seconds(work: Callable[[], object]) -> float:
+        best = 1e9
+        for _ in range(4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    plain = seconds(lambda: buffer.tensor.copy_(bulk, non_blocking=True))
+    gather = seconds(lambda: copier.gather(stream, 0, order, buffer, offsets, copier.record()))
+    assert gather < 2 * plain
