@@ -43,7 +43,7 @@ class Sequencer:
         **Cancellation:** while waiting, the sequence is broken: every other wait ends with SequenceBroken, instead of hanging.
         Inside the turn, the turn ends.
         """
-        if turn in self._waiting or turn < self._next:
+        if turn in self._waiting:
             raise SequenceBroken(f"turn {turn} was taken twice")
         self._waiting[turn] = anyio.Event()
         try:

@@ -93,7 +93,7 @@ class CallRunnerConformance:
             await ends.wait(2)
         assert [end.error for _, end in ends.ends] == [error, None]
 
-    async def test_it_tells_its_limit_of_every_kind(self, kit: RunnerKit) -> None:
+    def test_it_tells_its_limit_of_every_kind(self, kit: RunnerKit) -> None:
         limits = {CallKind.PROBE: 2, CallKind.GET: 3, CallKind.PUT: 1, CallKind.COPY: 4}
         assert kit.runner(limits).limits == limits
 
@@ -139,9 +139,12 @@ class CallRunnerConformance:
                 with anyio.fail_after(LONG_S):
                     await anyio.sleep_forever()
 
-        with pytest.raises(ExceptionGroup) as caught:
+        crashes: list[BaseException] = []
+        try:
             await scenario()
-        assert caught.group_contains(LookupError)
+        except* LookupError as group:
+            crashes.extend(group.exceptions)
+        assert len(crashes) == 1
         assert await runner.close(LONG_S) == 0
 
     async def test_ends_that_nobody_served_wait_for_the_next_serve(self, kit: RunnerKit) -> None:

@@ -108,7 +108,8 @@ def test_a_full_store_refuses_and_has_room_a_moment_later(clock: ManualClock) ->
         process.put(key, 1)
     process.probe("a")
     clock.advance(1)
-    assert process.put("e", 1) == KeyAnswer(KeyState.NO_SPACE, -200)
+    for _ in range(2):
+        assert process.put("e", 1) == KeyAnswer(KeyState.NO_SPACE, -200)
     clock.advance(EVICTION_DELAY_S)
     assert process.put("e", 1).state is KeyState.OK
     assert store.keys() == ["c", "d", "a", "e"], "the least recently used key goes"
