@@ -5,6 +5,7 @@ sequence's bits depend on its own tokens and chunk boundaries and on nothing els
 compared with a run without, bit for bit and under any load (Q1). A production engine batches the products and gives that up.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -77,7 +78,7 @@ class Model:
         config = self.config
         count = x.shape[0]
         kv, query = config.kv_heads * config.head_size, config.heads * config.head_size
-        q, k, v = torch.split(x @ layer.query_key_value, (query, kv, kv), dim=-1)
+        q, k, v = torch.split(x @ layer.query_key_value, [query, kv, kv], dim=-1)
         q = self._rotate(q.view(count, config.heads, config.head_size), start)
         k = self._rotate(k.view(count, config.kv_heads, config.head_size), start)
         place.write(keys, k)
@@ -98,7 +99,7 @@ class Model:
 
 
 def _random(generator: torch.Generator, inputs: int, outputs: int) -> Tensor:
-    return torch.randn(inputs, outputs, generator=generator) * inputs**-0.5
+    return torch.randn(inputs, outputs, generator=generator).div_(math.sqrt(inputs))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
