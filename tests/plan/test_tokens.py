@@ -103,6 +103,7 @@ def test_K6_an_element_that_is_no_integer_is_refused_by_position_and_type(wrong:
 @pytest.mark.parametrize(
     "tokens",
     [
+        "",
         "12",
         None,
         7,
