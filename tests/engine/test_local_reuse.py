@@ -1,6 +1,10 @@
 """The reference engine by itself: batching changes no bits, pages come back, and reuse equals computing."""
 
+import threading
+from typing import Any
+
 import anyio
+import anyio.from_thread
 import pytest
 import torch
 from anyio.abc import TaskStatus
@@ -92,6 +96,35 @@ async def test_D6_a_client_that_leaves_costs_nobody_a_page(config: EngineConfig,
         await engine.settled()
         assert len(stays.tokens) == 3
         assert engine.cache.check() == []
+        assert engine.cache.available_blocks == 64
+
+
+async def test_D6_pages_that_a_pass_writes_are_not_given_back_before_it_ended(
+    config: EngineConfig, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, client, reached = threading.Event(), anyio.CancelScope(), anyio.Event()
+
+    async def leaves(engine: Engine) -> None:
+        with client:
+            await engine.generate("leaves", TOKENS, max_new_tokens=1)
+
+    async with open_engine(config, model=model) as engine, anyio.create_task_group() as group:
+        forward = model.forward
+
+        def slow(*arguments: Any) -> torch.Tensor:
+            anyio.from_thread.run_sync(reached.set)
+            goes_on.wait(timeout=10)
+            return forward(*arguments)
+
+        monkeypatch.setattr(model, "forward", slow)
+        group.start_soon(leaves, engine)
+        await reached.wait()
+        client.cancel()
+        with anyio.move_on_after(0.02):
+            await engine.settled()
+        assert engine.cache.available_blocks == 64 - 12
+        goes_on.set()
+        await engine.settled()
         assert engine.cache.available_blocks == 64
 
 

@@ -147,6 +147,33 @@ async def test_D6_a_client_that_leaves_while_the_store_hangs_gives_its_pages_bac
         gate.release()
 
 
+@pytest.mark.parametrize("loading", [True, False], ids=["scatter", "gather"])
+async def test_D6_pages_that_a_copy_touches_are_not_given_back_before_it_ended(
+    config: EngineConfig, served: OpenServed, loading: bool
+) -> None:
+    store = FakeStore(anyio.current_time)
+    async with served(config, store) as computing:
+        await computing.engine.generate("cold", TOKENS, max_new_tokens=1)
+    async with served(config, store) as fresh, anyio.create_task_group() as group:
+        gate = fresh.runner.hold(CallKind.COPY)
+        client = anyio.CancelScope()
+
+        async def leaves() -> None:
+            with client:
+                await fresh.engine.generate("leaves", TOKENS if loading else TOKENS[1:], max_new_tokens=300)
+
+        group.start_soon(leaves)
+        await gate.reached()
+        client.cancel()
+        with anyio.move_on_after(0.02):
+            await fresh.engine.settled()
+        assert fresh.engine.cache.available_blocks < 64 - 12
+        gate.release()
+        await fresh.engine.settled()
+        assert fresh.engine.cache.available_blocks == 64
+        assert fresh.engine.cache.check() == []
+
+
 async def test_S7_pages_of_a_finished_request_are_held_until_its_saves_ended(config: EngineConfig, served: OpenServed) -> None:
     async with served(config, FakeStore(anyio.current_time)) as fresh:
         gate = fresh.runner.hold_all(CallKind.COPY)
