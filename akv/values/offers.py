@@ -8,7 +8,7 @@ import msgspec
 class LookupOutcome(StrEnum):
     """Why an offer has the size it has (W7). The value is the name that events and metrics carry."""
 
-    #: Every block that the request may take from the pool is there.
+    #: The offer reaches as far as the pool's longest prefix of this prompt.
     FULL = "full"
     #: Nothing was asked: the local match already reaches the last whole block that may be taken (L1).
     SKIPPED = "skipped"

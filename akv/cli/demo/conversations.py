@@ -1,0 +1,40 @@
+"""Real text for the demo, without a download: the help topics that every CPython ships."""
+
+from pydoc_data.topics import topics
+
+#: Bytes of a conversation's first question and of each later one. Tokens are bytes, so these are their lengths in tokens too:
+#: a first prompt long enough that computing it takes clearly longer than loading it.
+FIRST_QUESTION_BYTES = 1800
+NEXT_QUESTION_BYTES = 500
+#: Bytes by which a question grows per conversation and turn, so that prompts end at every place of a block and not all at one.
+STEP_BYTES = 13
+
+
+def questions(conversation: int, turns: int) -> list[str]:
+    """The questions of one conversation; no two conversations begin alike."""
+    texts = [topics[name] for name in sorted(topics) if len(topics[name]) > FIRST_QUESTION_BYTES]
+    # One text after the other, each conversation from a place of its own: any number of conversations and turns finds text.
+    book = "\n".join(texts[conversation % len(texts) :] + texts[: conversation % len(texts)])
+    asked = []
+    at = conversation // len(texts) * FIRST_QUESTION_BYTES
+    for turn in range(turns):
+        length = (FIRST_QUESTION_BYTES if turn == 0 else NEXT_QUESTION_BYTES) + STEP_BYTES * (conversation + turn)
+        at %= len(book) - length
+        asked.append(f"Conversation {conversation}. Explain this: {book[at : at + length]}")
+        at += length
+    return asked
+
+
+def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens that two sequences have in common from their beginning."""
+    for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):
+        if ours != theirs:
+            return at
+    return min(len(one), len(other))
+
+
+def reusable_tokens(prompt: tuple[int, ...], stored: list[tuple[int, ...]], local_tokens: int, tokens_per_block: int) -> int:
+    """What of a prompt could come from the pool, in tokens (Q2). `stored` are sequences whose saves had ended before."""
+    common = max((common_prefix(prompt, sequence) for sequence in stored), default=0)
+    blocks = min(common // tokens_per_block, (len(prompt) - 1) // tokens_per_block)
+    return tokens_per_block * max(0, blocks - local_tokens // tokens_per_block)

@@ -1,0 +1,86 @@
+"""What `akv demo` is made of, without its processes."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from akv.cli.demo.conversations import common_prefix, questions, reusable_tokens
+from akv.cli.demo.jobs import Figures, TimesToFirstToken
+from akv.cli.demo.report import show, verdict
+
+GOOD = Figures(
+    layout="full",
+    backend="trio",
+    requests=9,
+    prompt_tokens=1000,
+    reusable_tokens=960,
+    from_pool_tokens=960,
+    reuse=1.0,
+    compared=9,
+    identical_to_local_reuse=9,
+    pages_compared=30,
+    page_mismatches=0,
+    bytes_saved=1,
+    bytes_loaded=2,
+    ttft_ms=TimesToFirstToken(cold=100.0, pool_hit=20.0, local_hit=19.0),
+)
+
+tokens = st.lists(st.integers(0, 1), max_size=20).map(tuple)
+
+
+def test_Q2_conversations_are_real_text_and_never_alike() -> None:
+    asked = [questions(number, 3) for number in range(24)]
+    assert all(len(set(turns)) == 3 for turns in asked)
+    assert len({turns[0] for turns in asked}) == 24
+    assert all(len(turns[0].encode()) > 1800 for turns in asked)
+
+
+def test_Q2_prompts_end_at_many_places_of_a_block() -> None:
+    lengths = {len(text.encode()) % 32 for number in range(9) for text in questions(number, 3)}
+    assert len(lengths) > 8
+
+
+@given(tokens, st.lists(tokens, max_size=4), st.integers(1, 5), st.integers(0, 4))
+def test_Q2_reusable_tokens_equal_a_naive_count(
+    prompt: tuple[int, ...], stored: list[tuple[int, ...]], tokens_per_block: int, local_blocks: int
+) -> None:
+    def is_stored(block: int) -> bool:
+        end = (block + 1) * tokens_per_block
+        return any(sequence[:end] == prompt[:end] for sequence in stored)
+
+    # A block counts if it lies beyond the local match, is stored, and leaves one token to compute (L1).
+    naive = [b for b in range(local_blocks, len(prompt)) if (b + 1) * tokens_per_block < len(prompt) and is_stored(b)]
+    assert reusable_tokens(prompt, stored, local_blocks * tokens_per_block, tokens_per_block) == tokens_per_block * len(naive)
+
+
+@given(tokens, tokens)
+def test_Q2_a_common_prefix_is_common_and_as_long_as_can_be(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+    length = common_prefix(one, other)
+    assert one[:length] == other[:length]
+    assert length == min(len(one), len(other)) or one[length] != other[length]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, "5.0 times sooner"),
+        ({"identical_to_local_reuse": 8}, "FAILED: what came"),
+        ({"page_mismatches": 1}, "FAILED: what came"),
+        ({"compared": 0, "identical_to_local_reuse": 0}, "FAILED: nothing came"),
+        ({"pages_compared": 0}, "FAILED: nothing came"),
+    ],
+)
+def test_Q1_a_run_fails_if_anything_differs_or_nothing_was_compared(change: dict[str, int], sentence: str) -> None:
+    figures = msgspec.structs.replace(GOOD, **change)
+    assert figures.differs is bool(change)
+    assert sentence in verdict(figures)
+
+
+def test_the_table_shows_every_figure() -> None:
+    console = Console(record=True, width=120)
+    show(GOOD, console)
+    text = console.export_text()
+    for figure in ("9 of 9", "0 of 30", "960 of 960", "100.0 ms", "20.0 ms", "19.0 ms", "100.0%"):
+        assert figure in text
