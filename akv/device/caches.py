@@ -18,12 +18,12 @@ _WIDEST = max(WORDS)
 class RegionCache(NamedTuple):
     """One region of a group: every page's bytes in it, and where they lie inside a stored page."""
 
-    #: uint8, shape (pages, bytes_per_page); a view of the engine's tensor whose rows may lie apart.
+    #: Shape (pages, words per page), a view of the engine's tensor whose rows may lie apart.
     rows: torch.Tensor
     #: Bytes [start, stop) of a stored page.
     start: int
     stop: int
-    #: The widest word that both this tensor and a stored page's part can be cut into, in bytes: a key of `WORDS`.
+    #: Bytes per word of `rows`, a key of `WORDS`: the widest that this tensor and its part of a stored page can be cut into.
     word: int
 
 
@@ -127,4 +127,4 @@ def _rows(tensor: torch.Tensor, nbytes: int, start: int, page_bytes: int) -> Reg
     rows = tensor.detach().as_strided((count, elements), (pitch, 1)).view(torch.uint8)
     # The address and the offset in the storage both count: torch checks the one, the hardware needs the other.
     word = gcd(nbytes, start, page_bytes, rows.stride(0), rows.storage_offset(), rows.data_ptr(), _WIDEST)
-    return RegionCache(rows, start, start + nbytes, word)
+    return RegionCache(rows.view(WORDS[word]), start, start + nbytes, word)

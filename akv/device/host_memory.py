@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ def _pin(array: "np.ndarray[tuple[int], np.dtype[np.uint8]]", nbytes: int) -> No
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     status = int(runtime.cudaHostRegister(address, nbytes, 0))
     if status != 0:
+        with suppress(RuntimeError):  # CUDA keeps the error and reports it at this thread's next kernel: let it be this one
+            torch.zeros(1, device="cuda")
         raise MemoryError(
             f"CUDA cannot pin {nbytes} bytes of host memory (status {status}): memory is short, or the limit on locked memory "
             "is too low"

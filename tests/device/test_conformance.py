@@ -31,8 +31,8 @@ class TorchKit:
         self.device = open_torch_device(self.layout, self._caches, self._stream)
 
     def write(self, group: int, page: int, content: bytes) -> None:
-        parts = torch.frombuffer(bytearray(content), dtype=torch.float16).to(self._caches[0][0].device)
-        with self._engine():
+        with self._engine():  # in which the content lives too: memory of another stream could be used again too early
+            parts = torch.frombuffer(bytearray(content), dtype=torch.float16).to(self._caches[0][0].device)
             if self._stream is not None:
                 torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
             for cache in self._caches[group]:

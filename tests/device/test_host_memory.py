@@ -71,10 +71,18 @@ def test_M6_pinned_memory_is_whole_pages_and_unpinned_when_its_last_view_has_gon
     assert not runtime.registered
 
 
-def test_memory_that_cannot_be_pinned_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_a_memory_error_that_no_later_kernel_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels: list[str] = []
+
+    def kernel(size: int, device: str) -> None:
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(status=2))
+    monkeypatch.setattr(torch, "zeros", kernel)
     with pytest.raises(MemoryError, match=r"cannot pin 4096 bytes .*status 2"):
         TorchBuffer(100, pinned=True)
+    assert kernels == ["cuda"]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
