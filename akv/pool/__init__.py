@@ -69,8 +69,10 @@ async def open_pool(settings: Settings) -> AsyncIterator[MooncakePool]:
         try:
             yield pool
         finally:
-            with anyio.CancelScope(shield=True):
-                await _leave(pool, settings.pool)
+            # In a forked child the store is the parent's, and asyncio does not even know its loop.
+            if not PROCESS_GUARD.forked_with_a_store:
+                with anyio.CancelScope(shield=True):
+                    await _leave(pool, settings.pool)
 
 
 def set_up_store(store: StoreSettings) -> MooncakePool:

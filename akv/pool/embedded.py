@@ -48,15 +48,17 @@ async def open_embedded_master() -> AsyncIterator[str]:
     **Cancellation:** the master and its watcher are gone when this returns; ending them takes milliseconds and is shielded.
     """
     program = find_master()
+    parent = os.getpid()
     with step(POOL_EMBEDDED_START) as fields:
         watcher, address = await _start(program)
         fields.update(pid=watcher.pid, master_address=address)
     try:
         yield address
     finally:
-        expected = watcher.returncode is None
-        await _end(watcher)
-        emit(POOL_EMBEDDED_EXIT, pid=watcher.pid, status=watcher.returncode, expected=expected)
+        if os.getpid() == parent:  # In a forked child the master is the parent's.
+            expected = watcher.returncode is None
+            await _end(watcher)
+            emit(POOL_EMBEDDED_EXIT, pid=watcher.pid, status=watcher.returncode, expected=expected)
 
 
 def find_master() -> str:

@@ -31,13 +31,14 @@ async def listener(answer: bytes | None) -> AsyncIterator[str]:
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as server, anyio.create_task_group() as group:
         group.start_soon(server.serve, serve)
-        yield f"127.0.0.1:{server.extra(SocketAttribute.local_port)}"
+        port: int = server.extra(SocketAttribute.local_port)
+        yield f"127.0.0.1:{port}"
         group.cancel_scope.cancel()
 
 
 @pytest.mark.mooncake
 async def test_O7_a_live_master_answers(master: str) -> None:
-    await reach_master(master, 5.0)
+    assert await reach_master(master, 5.0) is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.mooncake

@@ -125,10 +125,14 @@ async def test_M8_a_callback_that_raises_is_a_crash_of_the_service() -> None:
         raise ZeroDivisionError
 
     runner = ThreadRunner({})
-    with pytest.raises(BaseExceptionGroup) as caught:
+
+    async def scenario() -> None:
         async with anyio.create_task_group() as group:
             await group.start(runner.serve)
             runner.start(CallKind.GET, lambda: 1, SIZE, done)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await scenario()
     assert caught.group_contains(ZeroDivisionError)
     assert await runner.close(5) == 0
 
