@@ -161,8 +161,7 @@ class Engine:
             job.load_failure = failure.reason
         else:
             job.from_pool_tokens = completed.tokens
-            job.computed += completed.tokens
-            sequence.commit(job.computed)
+            job.computed += completed.tokens  # and with the first pass others may reuse it
         job.load_s = anyio.current_time() - asked
 
     def _leave(self, job: Job) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
+from akv.values.messages import PassPlan
 from akv.values.scope import Scope
 from akv_testing.engine import TINY, EngineConfig, Model, Result, open_engine
 from akv_testing.store import FakeStore
@@ -185,6 +186,31 @@ async def test_S7_pages_of_a_finished_request_are_held_until_its_saves_ended(con
         gate.release()
         await fresh.engine.settled()
         assert fresh.engine.cache.available_blocks == 64
+
+
+async def test_S2_a_pass_that_failed_is_dropped(
+    config: EngineConfig, model: Model, served: OpenServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ArithmeticError("the kernel failed")
+
+    monkeypatch.setattr(model, "forward", broken)
+    dropped: list[PassPlan] = []
+
+    async def serve() -> None:
+        async with served(config, FakeStore(anyio.current_time)) as fresh:
+            drop_pass = fresh.kv.drop_pass
+
+            def recorded(plan: PassPlan) -> None:
+                drop_pass(plan)  # raises if the plan has ended already
+                dropped.append(plan)
+
+            monkeypatch.setattr(fresh.kv, "drop_pass", recorded)
+            await fresh.engine.generate("r", TOKENS, max_new_tokens=1)
+
+    with pytest.raises(ArithmeticError, match="the kernel failed"):
+        await serve()
+    assert len(dropped) == 1
 
 
 async def test_many_requests_on_few_pages_with_a_pool_give_the_bits_of_a_serial_run(
