@@ -21,7 +21,7 @@ from akv.ports.device import CopyStream, HostBuffer, PassEvent
 from akv.values.layout import Layout
 
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. One page at
-#: least. Measured on an H200, pages of 48 regions of 128 KiB: 8 MiB move 8 GB/s, 64 MiB 38 to 44, 256 MiB 50, a bulk copy 55.
+#: least. Measured on an H200, pages of 48 regions of 128 KiB: 8 MiB move 10 GB/s, 64 MiB 38 to 44, 256 MiB 48, a bulk copy 55.
 SCRATCH_BYTES = 64 << 20
 
 #: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
