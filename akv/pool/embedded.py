@@ -57,7 +57,8 @@ async def open_embedded_master() -> AsyncIterator[str]:
     finally:
         if os.getpid() == parent:  # In a forked child the master is the parent's.
             expected = watcher.returncode is None
-            await _end(watcher)
+            with anyio.move_on_after(2 * _END_DEADLINE_S, shield=True):
+                await _end(watcher)
             emit(POOL_EMBEDDED_EXIT, pid=watcher.pid, status=watcher.returncode, expected=expected)
 
 
@@ -101,7 +102,8 @@ async def _start(program: str) -> tuple[Process, str]:
             answered = await _answers(watcher, address)
         finally:
             if not answered:
-                said = await _end(watcher)
+                with anyio.move_on_after(2 * _END_DEADLINE_S, shield=True):
+                    said = await _end(watcher)
         if answered:
             return watcher, address
         if watcher.returncode in {0, 128 + 9}:
@@ -153,19 +155,18 @@ async def _answers(watcher: Process, address: str) -> bool:
 
 
 async def _end(watcher: Process) -> str:
-    """End the watcher, and with it the master; reap it; return the master's last lines. Shielded and bounded."""
+    """End the watcher, and with it the master; reap it; return the master's last lines. Callers shield it."""
     said = b""
-    with anyio.CancelScope(shield=True):
-        if watcher.stdin is not None:
-            with suppress(anyio.BrokenResourceError, OSError):
-                await watcher.stdin.aclose()
-        with anyio.move_on_after(_END_DEADLINE_S):
-            if watcher.stdout is not None:
-                with suppress(anyio.BrokenResourceError):
-                    async for chunk in watcher.stdout:
-                        said += chunk
-            await watcher.wait()
-        if watcher.returncode is None:
-            watcher.kill()
-        await watcher.aclose()
+    if watcher.stdin is not None:
+        with suppress(anyio.BrokenResourceError, OSError):
+            await watcher.stdin.aclose()
+    with anyio.move_on_after(_END_DEADLINE_S):
+        if watcher.stdout is not None:
+            with suppress(anyio.BrokenResourceError):
+                async for chunk in watcher.stdout:
+                    said += chunk
+        await watcher.wait()
+    if watcher.returncode is None:
+        watcher.kill()
+    await watcher.aclose()
     return said.decode(errors="replace")

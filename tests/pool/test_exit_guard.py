@@ -86,8 +86,8 @@ class Store:
         print("destroyed")
 PROCESS_GUARD.hold(Store())
 """
-    ended = run_script(ARMED + script)
-    assert (ended.returncode, ended.stdout) == (0, "")
+    ended = run_script(ARMED + script + "sys.exit(3)")
+    assert (ended.returncode, ended.stdout) == (0, ""), "an ordinary exit would have given 3"
     ended = run_script(ARMED + script + "PROCESS_GUARD.release(PROCESS_GUARD._held[0])\nsys.exit(3)")
     assert (ended.returncode, ended.stdout) == (3, "destroyed\n")
 

@@ -1,8 +1,8 @@
-"""The threads that run blocking calls, on every event loop in real time."""
+"""What the thread runner promises beyond `CallRunnerConformance`: whose threads they are, and that none is left behind."""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -12,229 +12,160 @@ from anyio.lowlevel import checkpoint
 from akv.errors import NotOpenError
 from akv.pool.exit_guard import ExitGuard
 from akv.pool.threads import ThreadRunner
-from akv.ports.calls import CallEnd, CallKind, CallSize
+from akv.ports.calls import CallEnd, CallKind, CallRunner, CallSize
+from akv_testing.conformance.calls import CallRunnerConformance, Ends, RunnerKit, serving
 
 pytestmark = pytest.mark.anyio
 
 SIZE = CallSize(keys=1)
 
 
-async def end_of(runner: ThreadRunner, call: Callable[[], Any], kind: CallKind = CallKind.GET) -> CallEnd:
-    """Start a call and wait for its end."""
-    ends: list[CallEnd] = []
-    ended = anyio.Event()
-
-    def done(end: CallEnd) -> None:
-        ends.append(end)
-        ended.set()
-
-    runner.start(kind, call, SIZE, done)
-    with anyio.fail_after(5):
-        await ended.wait()
-    return ends[0]
+def akv_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("akv-")]
 
 
-def akv_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("akv-")]
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Calls wait for it; it opens at the test's end at the latest."""
+    made = threading.Event()
+    yield made
+    made.set()
 
 
-async def test_M1_a_call_runs_on_an_own_daemon_thread_and_ends_on_the_loop() -> None:
-    runner = ThreadRunner({})
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        threads: list[threading.Thread] = []
+class ThreadKit:
+    """Makes thread runners, and calls that wait on a `threading.Event`."""
 
-        def call() -> int:
-            threads.append(threading.current_thread())
-            return 7
+    def runner(self, limits: Mapping[CallKind, int]) -> CallRunner:
+        return ThreadRunner(limits)
 
-        delivered_on: list[threading.Thread] = []
-        ended = anyio.Event()
+    def hold(
+        self, runner: CallRunner, kind: CallKind, body: Callable[[], Any]
+    ) -> tuple[Callable[[], Any], Callable[[], None]]:
+        held_back = threading.Event()
 
-        def done(end: CallEnd) -> None:
-            delivered_on.append(threading.current_thread())
-            assert end == CallEnd(value=7)
-            ended.set()
+        def held() -> Any:
+            held_back.wait()
+            return body()
 
-        runner.start(CallKind.PROBE, call, SIZE, done)
-        with anyio.fail_after(5):
-            await ended.wait()
-        assert threads[0].daemon
-        assert threads[0] is not threading.current_thread()
-        assert delivered_on == [threading.current_thread()]
-        assert await runner.close(5) == 0
-        group.cancel_scope.cancel()
+        return held, held_back.set
+
+
+class TestThreadRunner(CallRunnerConformance):
+    @pytest.fixture
+    def kit(self) -> RunnerKit:
+        return ThreadKit()
+
+
+async def test_M1_threads_are_daemons_start_when_needed_are_used_again_and_end() -> None:
+    runner, ends = ThreadRunner({CallKind.GET: 2}), Ends()
+    async with serving(runner):
+        assert akv_threads() == []
+        for number in range(3):
+            runner.start(CallKind.GET, threading.current_thread, SIZE, ends["get"])
+            await ends.wait(number + 1)
+        assert akv_threads() == ["akv-get-0"]
+        assert all(end.value.daemon and end.value.name == "akv-get-0" for _, end in ends.ends)
     assert akv_threads() == []
+    assert runner.outstanding == 0
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt()])
-async def test_M1_what_a_call_raises_is_its_end_and_the_thread_goes_on(error: BaseException) -> None:
+async def test_M1_no_more_calls_of_a_kind_run_than_its_limit(gate: threading.Event) -> None:
+    runner, ends = ThreadRunner({CallKind.GET: 2}), Ends()
+    entered = threading.Semaphore(0)
+
+    def call() -> int:
+        entered.release()
+        gate.wait()
+        return len(akv_threads())
+
+    async with serving(runner):
+        for _ in range(5):
+            runner.start(CallKind.GET, call, SIZE, ends["get"])
+        assert entered.acquire(timeout=5)
+        assert entered.acquire(timeout=5)
+        assert not entered.acquire(timeout=0.02)
+        assert runner.outstanding == 5
+        gate.set()
+        await ends.wait(5)
+        assert {end.value for _, end in ends.ends} == {2}
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_M1_no_exception_ends_a_thread(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    runner = ThreadRunner({CallKind.GET: 1})
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        assert (await end_of(runner, fail)).error is error
-        assert (await end_of(runner, lambda: 1)).value == 1
-        assert len(akv_threads()) == 1
-        assert await runner.close(5) == 0
-        group.cancel_scope.cancel()
+    runner, ends = ThreadRunner({CallKind.GET: 1}), Ends()
+    async with serving(runner):
+        runner.start(CallKind.GET, fail, SIZE, ends["fails"])
+        runner.start(CallKind.GET, str, SIZE, ends["works"])
+        await ends.wait(2)
+    assert ends.ends == [("fails", CallEnd(error=error)), ("works", CallEnd(value=""))]
 
 
-async def test_M1_threads_start_when_needed_and_stay_within_the_limit_of_their_kind() -> None:
-    runner = ThreadRunner({CallKind.GET: 2, CallKind.PUT: 1})
-    assert runner.limits == {CallKind.PROBE: 1, CallKind.GET: 2, CallKind.PUT: 1, CallKind.COPY: 1}
-    lock = threading.Lock()
-    running, most = 0, 0
-    gate = threading.Event()
-    entered = threading.Semaphore(0)
-
-    def call() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        entered.release()
-        gate.wait(5)
-        with lock:
-            running -= 1
-
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        assert akv_threads() == []
-        ends: list[CallEnd] = []
-        for _ in range(3):
-            runner.start(CallKind.GET, call, SIZE, ends.append)
-        assert entered.acquire(timeout=5)
-        assert entered.acquire(timeout=5)
-        assert runner.outstanding == 3
-        # Gets that hang hold up no put.
-        assert (await end_of(runner, lambda: "put", CallKind.PUT)).value == "put"
+async def test_M1_a_call_that_hangs_keeps_its_thread_until_it_returns(gate: threading.Event) -> None:
+    runner, ends = ThreadRunner({}), Ends()
+    async with serving(runner):
+        runner.start(CallKind.GET, gate.wait, SIZE, ends["hangs"])
+        runner.start(CallKind.PUT, str, SIZE, ends["put"])
+        await ends.wait(1)
+        assert await runner.close(0.03) == 1
+        assert akv_threads() == ["akv-get-0"]
         gate.set()
-        assert await runner.close(5) == 0
-        while len(ends) < 3:
-            await checkpoint()
-        assert most == 2
-        group.cancel_scope.cancel()
+        await ends.wait(2)
+    assert ends.names == ["put", "hangs"]
     assert akv_threads() == []
 
 
-async def test_M8_a_callback_that_raises_is_a_crash_of_the_service() -> None:
-    def done(end: CallEnd) -> None:
-        raise ZeroDivisionError
-
+async def test_M1_a_cancelled_close_lets_the_threads_end_by_themselves(gate: threading.Event) -> None:
     runner = ThreadRunner({})
-
-    async def scenario() -> None:
-        async with anyio.create_task_group() as group:
-            await group.start(runner.serve)
-            runner.start(CallKind.GET, lambda: 1, SIZE, done)
-
-    with pytest.raises(BaseExceptionGroup) as caught:
-        await scenario()
-    assert caught.group_contains(ZeroDivisionError)
-    assert await runner.close(5) == 0
-
-
-async def test_M1_a_call_that_hangs_stays_on_record_past_the_deadline_and_is_delivered_when_it_returns() -> None:
-    gate = threading.Event()
-    runner = ThreadRunner({CallKind.GET: 1})
-    ends: list[CallEnd] = []
-    queued: list[CallEnd] = []
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        runner.start(CallKind.GET, lambda: gate.wait(5), SIZE, ends.append)
-        runner.start(CallKind.GET, lambda: pytest.fail("it must not begin after the close"), SIZE, queued.append)
-        await end_of(runner, lambda: 1, CallKind.PROBE)
-        assert await runner.close(0.05) == 1
-        assert [thread.name for thread in akv_threads()] == ["akv-get-0"]
-        while not queued:
-            await checkpoint()
-        assert isinstance(queued[0].error, NotOpenError)
-        assert ends == []
-        gate.set()
-        assert await runner.close(5) == 0
-        while not ends:
-            await checkpoint()
-        assert ends == [CallEnd(value=True)]
-        group.cancel_scope.cancel()
-    assert akv_threads() == []
-
-
-async def test_M1_a_cancelled_close_lets_the_threads_end_by_themselves() -> None:
-    gate = threading.Event()
-    runner = ThreadRunner({})
-    runner.start(CallKind.GET, lambda: gate.wait(5), SIZE, lambda _: None)
+    runner.start(CallKind.GET, gate.wait, SIZE, Ends()["get"])
+    (thread,) = runner._lanes[CallKind.GET].threads
     with anyio.move_on_after(0.02) as scope:
         await runner.close(60)
     assert scope.cancelled_caught
-    threads = akv_threads()
     gate.set()
-    for thread in threads:
-        thread.join(5)
-    assert akv_threads() == []
-    assert runner.undelivered == 1
+    thread.join(5)
+    assert not thread.is_alive()
+    assert (runner.undelivered, runner.outstanding) == (1, 0)
 
 
-async def test_M1_ends_wait_for_a_server_that_comes_later() -> None:
+async def test_O6_in_a_forked_child_nothing_starts() -> None:
     runner = ThreadRunner({})
-    ends: list[CallEnd] = []
-    runner.start(CallKind.GET, lambda: 1, SIZE, ends.append)
-    assert await runner.close(5) == 0
-    assert (ends, runner.undelivered) == ([], 1)
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        while not ends:
-            await checkpoint()
-        group.cancel_scope.cancel()
-    assert ends == [CallEnd(value=1)]
-
-
-async def test_O6_after_close_and_in_a_forked_child_nothing_starts() -> None:
-    runner = ThreadRunner({})
-    assert await runner.close(1) == 0
+    runner._pid = os.getpid() - 1  # What a child sees; a real fork is made in test_forked_child.py.
     with pytest.raises(NotOpenError):
-        runner.start(CallKind.GET, lambda: 1, SIZE, lambda _: None)
-    forked = ThreadRunner({})
-    forked._pid = os.getpid() - 1  # What a child sees; a real fork is made in test_forked_child.py.
-    with pytest.raises(NotOpenError):
-        forked.start(CallKind.GET, lambda: 1, SIZE, lambda _: None)
+        runner.start(CallKind.GET, str, SIZE, Ends()["get"])
+    await checkpoint()
 
 
 async def test_O6_calls_are_counted_for_the_end_of_the_process() -> None:
     guard = ExitGuard()
-    seen: list[int] = []
-    runner = ThreadRunner({}, guard)
-    async with anyio.create_task_group() as group:
-        await group.start(runner.serve)
-        await end_of(runner, lambda: seen.append(guard.calls_running))
-        assert seen == [1]
+    runner, ends = ThreadRunner({}, guard), Ends()
+    async with serving(runner):
+        runner.start(CallKind.GET, lambda: guard.calls_running, SIZE, ends["get"])
+        await ends.wait(1)
+        assert ends.ends == [("get", CallEnd(value=1))]
         assert guard.calls_running == 0
-        assert await runner.close(5) == 0
-        group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_M1_a_completion_stays_on_record_when_the_loop_is_gone(backend: str) -> None:
-    gate = threading.Event()
-    runner = ThreadRunner({})
+def test_M1_an_end_stays_on_record_when_the_loop_is_gone(backend: str, gate: threading.Event) -> None:
+    runner, ends = ThreadRunner({}), Ends()
 
     async def start_only() -> None:
-        runner.start(CallKind.GET, lambda: gate.wait(5), SIZE, lambda _: pytest.fail("there is no loop to run this on"))
+        runner.start(CallKind.GET, gate.wait, SIZE, ends["get"])
         await checkpoint()
 
     anyio.run(start_only, backend=backend)
-    (thread,) = akv_threads()
+    lane = runner._lanes[CallKind.GET]
+    (thread,) = lane.threads
+    lane.dismiss()
     gate.set()
-    while runner.undelivered == 0:
-        thread.join(0.01)
-    assert thread.is_alive()  # It waits for a next call, and holds up no exit: it is a daemon.
-    runner._lanes[CallKind.GET].dismiss()
     thread.join(5)
-    assert akv_threads() == []
+    assert not thread.is_alive()
+    assert (runner.undelivered, runner.outstanding, ends.ends) == (1, 0, [])
 
 
-def test_M1_a_limit_below_one_is_refused() -> None:
+def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one call of kind get"):
         ThreadRunner({CallKind.GET: 0})
