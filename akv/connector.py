@@ -6,11 +6,11 @@ group that it owns.
 """
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from anyio import create_task_group
+from anyio import create_task_group, get_cancelled_exc_class
 from anyio.lowlevel import checkpoint
 
 from akv import observe
@@ -71,8 +71,9 @@ class Connector:
         req = self.open_request(request_id, tokens, scope, reads_cache=reads_cache)
 
         async def cancelled() -> None:
-            # With the connector gone nothing is left to withdraw, and the error that ended it must not be hidden by another.
-            await (checkpoint() if self._halves.latch.tripped else req.cancel())
+            # If the connector ends meanwhile it withdraws the request itself, and what ended the block must not be hidden.
+            with suppress(ConnectorBroken, NotOpenError):
+                await req.cancel()
 
         async with ended_with_block(req.finished, cancelled, self._halves.settings.shutdown_deadline_s):
             yield req
@@ -174,7 +175,7 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
     """Run the halves' services around a block. The block's own error leaves as it is, a service's as ConnectorBroken."""
     settings = halves.settings
     block_failed: BaseException | None = None
-    outstanding = 0
+    cancelled = False
     try:
         async with create_task_group() as group:
             try:
@@ -189,24 +190,33 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
                 ):
                     await halves.open(group)
                 yield
-            except BaseException as error:
-                block_failed = error
+            except get_cancelled_exc_class():
+                cancelled = True
                 raise
+            except BaseException as error:  # noqa: BLE001 - raised again below, as it is: a task group would wrap it
+                block_failed = error
             finally:
-                with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
-                    outstanding = await halves.close(orderly=block_failed is None)
-                    closing["outstanding_calls"] = outstanding
-                group.cancel_scope.cancel()
+                try:
+                    with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
+                        closing["outstanding_calls"] = await halves.close(orderly=block_failed is None and not cancelled)
+                finally:
+                    # Even if the closing itself was cut short: services that nobody ends would hold the block for ever.
+                    halves.stop()
+                    group.cancel_scope.cancel()
     except BaseExceptionGroup as failures:
-        if block_failed is not None and failures.exceptions == (block_failed,):
-            # The task group wraps whatever leaves it; the embedding program's own error is not a group of errors.
-            raise block_failed from block_failed.__cause__
+        cause = failures
+        if block_failed is not None and not isinstance(block_failed, ConnectorBroken):
+            # Not a consequence of the fault: an error of the embedding program's own, which must not get lost beside it.
+            cause = BaseExceptionGroup(failures.message, [*failures.exceptions, block_failed])
         raise ConnectorBroken(
             "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
-        ) from failures
+        ) from cause
     finally:
-        if not outstanding:
+        # What a call may still touch stays registered, whatever cut the closing short (M1).
+        if not halves.calls.outstanding:
             halves.worker.unregister()
+    if block_failed is not None:
+        raise block_failed
 
 
 @asynccontextmanager
@@ -225,6 +235,8 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
         }
     )
     async with open_pool(settings) as pool:
-        yield Ports(pool=pool, device=device, runner=runner)
-        if not runner.outstanding:
-            device.close()
+        try:
+            yield Ports(pool=pool, device=device, runner=runner)
+        finally:
+            if not runner.outstanding:
+                device.close()

@@ -3,9 +3,10 @@ fetched.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from anyio import TASK_STATUS_IGNORED, current_time, move_on_after
+from anyio import TASK_STATUS_IGNORED, CancelScope, current_time, move_on_after
 from anyio.abc import TaskGroup, TaskStatus
 
 from akv import observe
@@ -41,9 +42,10 @@ class Halves:
         #: What ended and nobody fetched, by the number of the load or of the request's incarnation (one counter gives both).
         self._completions: dict[int, Completion] = {}
         self._runner = ports.runner
+        self._services: list[CancelScope] = []
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
-        desk = CallDesk(ports.runner, self.calls, self._poller)
+        self._desk = desk = CallDesk(ports.runner, self.calls, self._poller)
         self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended)
         self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report)
         check_terms(self.scheduler.terms, self.worker.terms)
@@ -53,16 +55,19 @@ class Halves:
 
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
-        await group.start(self._serve, self._runner.serve)
-        await group.start(self._serve, self._poller.run)
-        await self.worker.open(group, self._serve)
+        start = partial(self._start, group)
+        await start(self._runner.serve)
+        await start(self._poller.run)
+        await self.worker.open(start)
 
     async def close(self, *, orderly: bool) -> int:
         """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).
 
-        An orderly end lets queued saves run out, any other withdraws them. Shielded; takes at most the shutdown deadline.
+        An orderly end lets queued saves run out, any other withdraws them, and so does a broken connector, whose marks nobody
+        may trust. Shielded; takes at most the shutdown deadline. The services go on until `stop`, since they deliver the ends.
         """
         deadline = current_time() + self.settings.shutdown_deadline_s
+        orderly = orderly and not self.latch.tripped
         self.latch.close()
         for record in self.scheduler.requests.records:
             if orderly:
@@ -71,9 +76,16 @@ class Halves:
                 self.scheduler.cancel(record)
         with move_on_after(self.settings.shutdown_deadline_s, shield=True):
             await self.worker.drained()
+            # Calls that nobody waits for any more, too: a registration of memory, a get that was given up.
+            await self._desk.drained()
         with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
             await self._runner.close(max(0.0, deadline - current_time()))
         return self.calls.outstanding
+
+    def stop(self) -> None:
+        """End every service."""
+        for scope in self._services:
+            scope.cancel()
 
     def fetch(self) -> list[Completion]:
         """What ended since the last fetch, oldest first."""
@@ -108,12 +120,23 @@ class Halves:
         self.notices.wake(number)
         self.changed.set()
 
-    async def _serve(self, service: Callable[..., Any], *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
+    async def _start(self, group: TaskGroup, service: Callable[..., Any]) -> None:
+        """Start one service. From then on only `stop` ends it: a cancelled block needs it to give back what is in flight."""
+        scope = CancelScope()
+        self._services.append(scope)
+        await group.start(self._serve, service, scope)
+        # Not before it has started: trio lets nobody leave a start that was cancelled and whose task ignores that.
+        scope.shield = True
+
+    async def _serve(
+        self, service: Callable[..., Any], scope: CancelScope, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED
+    ) -> None:
         """Run one service. If it fails, whoever waits in the engine's own tasks must learn of it: they are in no group of
         ours.
         """
         try:
-            await service(task_status=task_status)
+            with scope:
+                await service(task_status=task_status)
         except Exception as error:
             self._break(f"a service failed with {type(error).__name__}: {error}", error)
             raise

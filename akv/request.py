@@ -72,10 +72,12 @@ class Request:
         """Ask how many tokens the pool holds beyond the engine's own match of `local_tokens` tokens, a multiple of T.
 
         An offer of 0 tokens is a normal answer; its outcome says why. May be repeated at any time before the request is
-        computed (L5). Raises EngineContractError for a local match longer than the prompt. **Cancellation:** nothing is held.
+        computed (L5). Raises EngineContractError for a local match longer than the prompt, ConnectorBroken or NotOpenError at
+        once if the connector ends meanwhile. **Cancellation:** nothing is held.
         """
         self._halves.latch.check()
-        return await self._halves.scheduler.lookup(self._record, local_tokens)
+        with self._halves.latch.ending_waits():
+            return await self._halves.scheduler.lookup(self._record, local_tokens)
 
     def reserve(self, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]]) -> Load:
         """Take up an offer: hand over the pages of its first `honoured_tokens` tokens, a multiple of T, to be filled.

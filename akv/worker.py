@@ -4,14 +4,14 @@ It knows orders, pages and hashes, and nothing of prompts: what to move is decid
 which speaks to it in the messages of `values/messages.py`. `flow/load.py` and `flow/save.py` are its two ways.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from anyio import CancelScope, Event
-from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
+from akv.errors import SettingsError
 from akv.flow.calls import CallDesk
 from akv.flow.load import load, report_load
 from akv.flow.parts import WorkerParts
@@ -73,21 +73,22 @@ class WorkerHalf:
         self._loads = Lanes(self._parts.reservations.next)
         self._saves = Lanes(self._parts.saves.next)
         self._reporter = TransferReporter(page_bytes)
-        self._buffers: list[HostBuffer] = []
+        #: Staging memory of each direction: what is on this list is registered with the pool, or about to be.
+        self.stagings: list[Staging] = []
         self._idle = Event()
         #: What it would tell a scheduler half in another process.
         self.terms = terms_of(layout, keys, ports.device.page_counts, role=settings.role, load_mode=settings.load_mode)
 
-    async def open(self, group: TaskGroup, serve: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Allocate and register staging memory, then start loaders and savers in `group`, each under `serve`."""
+    async def open(self, start: Callable[[Callable[..., Any]], Awaitable[None]]) -> None:
+        """Allocate and register staging memory, then start loaders and savers, each as a service by `start`."""
         loading = await self._staging(self._settings.loaders)
         saving = await self._staging(self._settings.savers)
         for index in range(self._settings.loaders):
             stream = self._ports.device.open_stream(f"akv-load-{index}")
-            await group.start(serve, partial(self._loads.run, partial(self._load, loading, stream)))
+            await start(partial(self._loads.run, partial(self._load, loading, stream)))
         for index in range(self._settings.savers):
             stream = self._ports.device.open_stream(f"akv-save-{index}")
-            await group.start(serve, partial(self._saves.run, partial(save, self._parts, saving, stream)))
+            await start(partial(self._saves.run, partial(save, self._parts, saving, stream)))
 
     def accept_load(self, order: LoadOrder) -> None:
         """Take over the order's pages now: the fence that is recorded here orders every copy behind the engine's present work
@@ -129,9 +130,9 @@ class WorkerHalf:
 
     def unregister(self) -> None:
         """Take the staging memory back from the store. Only when no call is outstanding."""
-        for buffer in self._buffers:
-            self._ports.pool.unregister(buffer)
-        self._buffers.clear()
+        for staging in self.stagings:
+            self._ports.pool.unregister(staging.buffer)
+        self.stagings.clear()
 
     async def _staging(self, sharers: int) -> Staging:
         slots = self._settings.staging_buffer_bytes // self._slot_bytes
@@ -139,11 +140,20 @@ class WorkerHalf:
         # More slots than the sharers can take would only be pinned for nothing.
         nbytes = share * sharers * self._slot_bytes
         device, pool = self._ports.device, self._ports.pool
-        buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
+        try:
+            buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
+        except MemoryError as error:
+            raise SettingsError(
+                "staging_buffer_bytes",
+                self._settings.staging_buffer_bytes,
+                f"{nbytes} bytes of host memory cannot be had: {error}",
+                "Give less of it, or raise what this process may lock and use.",
+            ) from error
+        staging = Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
         # On the list first: an opening that is cancelled in between leaves nothing registered.
-        self._buffers.append(buffer)
+        self.stagings.append(staging)
         await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, nbytes))
-        return Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
+        return staging
 
     async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
         with CancelScope() as scope:

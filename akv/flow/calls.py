@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from anyio import CapacityLimiter, Event
+from anyio.lowlevel import checkpoint
 
 from akv.errors import AkvError
 from akv.ownership.slots import SlotTicket
@@ -51,6 +52,8 @@ class CallDesk:
         self._runner = runner
         self._records = records
         self._events = events
+        #: Set at each end; `drained` makes a new one.
+        self._idle = Event()
         self._places = {kind: CapacityLimiter(limit) for kind, limit in runner.limits.items()}
 
     async def run(self, kind: CallKind, call: Callable[[], Any], size: CallSize, ticket: SlotTicket | None = None) -> Any:
@@ -70,7 +73,12 @@ class CallDesk:
             ends.append(end)
             ended.set()
 
-        self._runner.start(kind, call, size, done)
+        try:
+            self._runner.start(kind, call, size, done)
+        except BaseException:
+            # Refused, as by a runner that has closed: nothing runs, so nothing may stay on record.
+            self._end(kind, place, record)
+            raise
         try:
             await ended.wait()
         finally:
@@ -117,7 +125,11 @@ class CallDesk:
             else:
                 self._events.watch(result.value, lambda failure: finished(result.value, failure))
 
-        self._runner.start(CallKind.COPY, call, size, issued)
+        try:
+            self._runner.start(CallKind.COPY, call, size, issued)
+        except BaseException as error:
+            finished(None, error)
+            raise
         try:
             await ended.wait()
         finally:
@@ -126,9 +138,17 @@ class CallDesk:
             raise CopyFailed(f"a device copy of {size.keys} pages failed") from failures[0]
         return True
 
+    async def drained(self) -> None:
+        """Return when every call and copy has ended, and its end was delivered. Cancellation: nothing is held."""
+        await checkpoint()
+        while self._records.outstanding:
+            self._idle = Event()
+            await self._idle.wait()
+
     def _end(self, kind: CallKind, place: object, record: CallRecord) -> None:
         self._records.ended(record)
         self._places[kind].release_on_behalf_of(place)
+        self._idle.set()
 
 
 async def slots_granted(request: Callable[[Callable[[], None]], SlotTicket]) -> SlotTicket:

@@ -1,7 +1,10 @@
 """The health latch: whether a connector may be used, and if not, why. Asked on every entry and after every wait."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from anyio import CancelScope
 
 from akv.errors import AkvError, ConnectorBroken, NotOpenError
 
@@ -13,6 +16,7 @@ class HealthLatch:
         self._process = os.getpid()
         self._reason: Callable[[], AkvError] | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._waits: dict[CancelScope, None] = {}
 
     @property
     def tripped(self) -> bool:
@@ -22,6 +26,17 @@ class HealthLatch:
     def on_trip(self, listener: Callable[[], None]) -> None:
         """Call `listener` once when the latch trips, so that whoever waits wakes and asks `check()`."""
         self._listeners.append(listener)
+
+    @contextmanager
+    def ending_waits(self) -> Iterator[None]:
+        """End the waits of the block when the latch trips, and raise what `check()` does, then or at the block's end."""
+        with CancelScope() as scope:
+            self._waits[scope] = None
+            try:
+                yield
+            finally:
+                del self._waits[scope]
+        self.check()
 
     def break_(self, why: str) -> None:
         """The connector cannot go on."""
@@ -53,3 +68,5 @@ class HealthLatch:
             self._reason = reason
             for listener in self._listeners:
                 listener()
+            for scope in self._waits:
+                scope.cancel()

@@ -27,6 +27,8 @@ class Notices:
             if event is None:
                 event = self._waiting[key] = Event()
             await event.wait()
+            # Even if it holds by now: the end of the connector withdrew it, which is not the end that was waited for (M8).
+            self._latch.check()
 
     def wake(self, key: int) -> None:
         """What the waits for `key` look at has changed."""
@@ -55,6 +57,7 @@ class Changed:
 
     async def wait(self) -> None:
         """Return when `completed()` has something to return. Raises ConnectorBroken or NotOpenError if the connector ended."""
+        self._latch.check()
         await self._event.wait()
         self._latch.check()
 
