@@ -196,13 +196,9 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
             except BaseException as error:  # noqa: BLE001 - raised again below, as it is: a task group would wrap it
                 block_failed = error
             finally:
-                try:
-                    with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
-                        closing["outstanding_calls"] = await halves.close(orderly=block_failed is None and not cancelled)
-                finally:
-                    # Even if the closing itself was cut short: services that nobody ends would hold the block for ever.
-                    halves.stop()
-                    group.cancel_scope.cancel()
+                # In a task of its own, which the group waits for: asyncio's own cancellation goes through shields, and would cut
+                # the closing short with copies and calls under way.
+                group.start_soon(_close, halves, block_failed is None and not cancelled)
     except BaseExceptionGroup as failures:
         cause = failures
         if block_failed is not None and not isinstance(block_failed, ConnectorBroken):
@@ -217,6 +213,14 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
             halves.worker.unregister()
     if block_failed is not None:
         raise block_failed
+
+
+async def _close(halves: Halves, orderly: bool) -> None:
+    try:
+        with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
+            closing["outstanding_calls"] = await halves.close(orderly=orderly)
+    finally:
+        halves.stop()
 
 
 @asynccontextmanager
