@@ -196,8 +196,8 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
             except BaseException as error:  # noqa: BLE001 - raised again below, as it is: a task group would wrap it
                 block_failed = error
             finally:
-                # In a task of its own, which the group waits for: asyncio's own cancellation goes through shields, and would cut
-                # the closing short with copies and calls under way.
+                # In a task of its own, which the group waits for: asyncio's own cancellation goes through shields, and would
+                # cut the closing short with copies and calls under way.
                 group.start_soon(_close, halves, block_failed is None and not cancelled)
     except BaseExceptionGroup as failures:
         cause = failures

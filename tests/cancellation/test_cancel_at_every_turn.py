@@ -1,7 +1,9 @@
 """Cancellation at every turn of the loop, anyio's and asyncio's own: whenever it comes, everything is given back."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -114,7 +116,7 @@ def test_D6_a_requests_task_may_be_cancelled_at_every_turn_and_the_connector_goe
         async with scenario.server.open() as kv:
             scenario.kv = kv
             for count in range(TURNS // 2):
-                await in_a_task(lambda name=f"r{count}": scenario.one_request(kv, name), count, native=native)
+                await in_a_task(partial(scenario.one_request, kv, f"r{count}"), count, native=native)
                 free_again(scenario.server)
             await settle()
             await scenario.one_request(kv, "last")
@@ -124,7 +126,7 @@ def test_D6_a_requests_task_may_be_cancelled_at_every_turn_and_the_connector_goe
     run_virtual(backend, main)
 
 
-async def in_a_task(work: Callable[[], Awaitable[None]], count: int, *, native: bool) -> None:
+async def in_a_task(work: Callable[[], Coroutine[Any, Any, None]], count: int, *, native: bool) -> None:
     if native:
         task = asyncio.ensure_future(work())
         await turns(count)
