@@ -17,7 +17,7 @@ class BlockState(IntEnum):
     REFUSED = 3
 
 
-#: A refused block waits `backoff * 2 ** n` after its n-th refusal in a row; more doublings than this add nothing.
+#: The n-th refusal in a row makes refused blocks wait `backoff * 2 ** (n - 1)`; more doublings than this add nothing.
 MOST_DOUBLINGS = 6
 
 
@@ -53,9 +53,10 @@ class SaveMarks:
         self._set(blocks, BlockState.QUEUED)
 
     def stored(self, blocks: Iterable[int]) -> None:
-        """These blocks are in the pool: saved by this request or another, or loaded from it (D9)."""
-        self._set(blocks, BlockState.STORED)
-        self._refusals = 0
+        """These blocks are in the pool: saved by this request or another, or loaded from it (D9). Ends a row of refusals."""
+        # Only a block that is there shows that the pool takes blocks again. Each pass reports what is there, mostly nothing.
+        if self._set(blocks, BlockState.STORED):
+            self._refusals = 0
 
     def refused(self, blocks: Iterable[int], now: float) -> None:
         """The pool did not take these blocks. The mark steps back to the first of them, and a back-off begins."""
@@ -67,9 +68,12 @@ class SaveMarks:
         """These blocks were queued and never read; they are as if no pass had listed them."""
         self._set(blocks, BlockState.UNSAVED)
 
-    def _set(self, blocks: Iterable[int], state: BlockState) -> None:
+    def _set(self, blocks: Iterable[int], state: BlockState) -> bool:
+        """Set the state of these blocks and move the mark; whether there was any block."""
         first_open: int | None = None
+        any_set = False
         for block in blocks:
+            any_set = True
             if block >= len(self._states):
                 self._states.extend(bytes(block + 1 - len(self._states)))
             self._states[block] = state
@@ -79,3 +83,4 @@ class SaveMarks:
             self.mark = min(self.mark, first_open)
         while not self.is_open(self.mark):
             self.mark += 1
+        return any_set

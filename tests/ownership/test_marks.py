@@ -1,0 +1,162 @@
+"""The mark follows what was queued, steps back to what was refused, and never passes an open block (S2, D9)."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from akv.ownership.marks import MOST_DOUBLINGS, BlockState, SaveMarks
+
+BACKOFF_S = 0.5
+
+
+def test_S2_the_mark_follows_queued_and_steps_back_on_refused() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued(range(4))
+    assert marks.mark == 4
+    marks.stored([0, 3])
+    assert marks.mark == 4
+    marks.refused([2, 1], now=10.0)
+    assert marks.mark == 1
+    marks.queued([1])
+    assert marks.mark == 2
+    marks.queued([2])
+    assert marks.mark == 4, "blocks behind the refused ones were not open"
+
+
+def test_S2_a_block_out_of_order_leaves_the_mark_at_the_first_open_one() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued([2])
+    assert marks.mark == 0
+    assert marks.to_offer(5, now=0.0) == [0, 1, 3, 4]
+    marks.stored([0, 1])
+    assert marks.mark == 3
+
+
+def test_S2_refused_blocks_wait_for_their_back_off_and_unsaved_ones_do_not() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued([0, 1])
+    marks.refused([0, 1], now=10.0)
+    assert marks.to_offer(4, now=10.0 + BACKOFF_S - 0.01) == [2, 3]
+    assert marks.to_offer(4, now=10.0 + BACKOFF_S) == [0, 1, 2, 3]
+    assert marks.to_offer(4, now=math.inf) == [0, 1, 2, 3]
+    assert marks.to_offer(1, now=math.inf) == [0]
+
+
+def waits(marks: SaveMarks, rounds: int) -> list[float]:
+    """How long each of so many refusals in a row makes block 0 wait, in back-offs."""
+    found = []
+    for _ in range(rounds):
+        marks.queued([0])
+        marks.refused([0], now=0.0)
+        found.append(next(n for n in range(10_000) if marks.to_offer(1, now=n * BACKOFF_S)))
+    return [float(n) for n in found]
+
+
+def test_S2_the_back_off_doubles_with_each_refusal_in_a_row_up_to_a_bound() -> None:
+    doubled = [2.0**n for n in range(MOST_DOUBLINGS + 1)]
+    assert waits(SaveMarks(BACKOFF_S), MOST_DOUBLINGS + 3) == [*doubled, doubled[-1], doubled[-1]]
+
+
+def test_S2_a_stored_block_ends_the_row_of_refusals() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    assert waits(marks, 3) == [1.0, 2.0, 4.0]
+    marks.stored([5])
+    assert waits(marks, 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("end", ["stored", "queued", "dropped"])
+def test_S2_no_block_stored_is_no_sign_that_the_pool_takes_any(end: str) -> None:
+    marks = SaveMarks(BACKOFF_S)
+    assert waits(marks, 2) == [1.0, 2.0]
+    getattr(marks, end)([])
+    assert waits(marks, 2) == [4.0, 8.0]
+
+
+def test_S2_dropped_blocks_are_as_if_no_pass_had_listed_them() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued(range(3))
+    marks.dropped([1])
+    assert marks.mark == 1
+    assert marks.to_offer(3, now=-math.inf) == [1]
+    assert marks.count(BlockState.REFUSED) == 0
+
+
+def test_S2_counts_are_of_the_present_states() -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued(range(5))
+    marks.stored([0, 1])
+    marks.refused([2], now=0.0)
+    assert [marks.count(state) for state in (BlockState.QUEUED, BlockState.STORED, BlockState.REFUSED)] == [2, 2, 1]
+    marks.stored([2])
+    assert marks.count(BlockState.REFUSED) == 0
+
+
+@given(st.integers(0, 20), st.integers(0, 20))
+def test_S2_nothing_below_the_mark_is_offered(queued: int, end: int) -> None:
+    marks = SaveMarks(BACKOFF_S)
+    marks.queued(range(queued))
+    assert marks.to_offer(end, now=0.0) == list(range(queued, end))
+
+
+class SaveMarksMachine(RuleBasedStateMachine):
+    """Marks beside a dictionary of states."""
+
+    blocks = st.sets(st.integers(0, 9), max_size=5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = SaveMarks(BACKOFF_S)
+        self.states: dict[int, BlockState] = {}
+        self.now = 0.0
+        self.retry_at = 0.0
+        self.refusals = 0
+
+    def put(self, blocks: set[int], state: BlockState) -> None:
+        self.states.update(dict.fromkeys(blocks, state))
+
+    @rule(blocks=blocks)
+    def queue(self, blocks: set[int]) -> None:
+        self.marks.queued(blocks)
+        self.put(blocks, BlockState.QUEUED)
+
+    @rule(blocks=blocks)
+    def store(self, blocks: set[int]) -> None:
+        self.marks.stored(blocks)
+        self.put(blocks, BlockState.STORED)
+        if blocks:
+            self.refusals = 0
+
+    @rule(blocks=blocks.filter(bool))
+    def refuse(self, blocks: set[int]) -> None:
+        self.marks.refused(blocks, self.now)
+        self.put(blocks, BlockState.REFUSED)
+        self.retry_at = self.now + BACKOFF_S * 2.0 ** min(self.refusals, MOST_DOUBLINGS)
+        self.refusals += 1
+
+    @rule(blocks=blocks)
+    def drop(self, blocks: set[int]) -> None:
+        self.marks.dropped(blocks)
+        self.put(blocks, BlockState.UNSAVED)
+
+    @rule(backoffs=st.integers(1, 5))
+    def time_passes(self, backoffs: int) -> None:
+        self.now += backoffs * BACKOFF_S / 2
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        states = [self.states.get(block, BlockState.UNSAVED) for block in range(12)]
+        claimed = {BlockState.QUEUED, BlockState.STORED}
+        assert self.marks.mark == next(block for block, state in enumerate(states) if state not in claimed)
+        assert [self.marks.is_open(block) for block in range(12)] == [state not in claimed for state in states]
+        for end in (0, 4, 12):
+            ready = {BlockState.UNSAVED, BlockState.REFUSED} if self.now >= self.retry_at else {BlockState.UNSAVED}
+            assert self.marks.to_offer(end, self.now) == [block for block in range(end) if states[block] in ready]
+        for state in (*claimed, BlockState.REFUSED):
+            assert self.marks.count(state) == states.count(state)
+
+
+SaveMarksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestS2SaveMarksMachine = SaveMarksMachine.TestCase
