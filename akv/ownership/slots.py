@@ -1,6 +1,6 @@
 """Slots: staging memory for one page each. Taken all or nothing, given back synchronously, however the work ends (M6).
 
-A ticket counts its holders: the coroutine that asked, a store call that reads or writes the slots, a device copy. The slots go
+A ticket knows its holders: the coroutine that asked, and the store calls and device copies that touch the slots. The slots go
 back to the pool when the last holder let go, so a coroutine may be cancelled at any await while a store call is still writing:
 it releases its own hold at once, and the call's hold keeps the slots out of use until the call returned (M3).
 """
@@ -14,13 +14,15 @@ from typing import Self
 class SlotTicket:
     """A claim on slots: waiting, then granted, then spent. Leaving its `with` block lets go of the asker's hold."""
 
-    __slots__ = ("_asker_left", "_holders", "_pool", "_wake", "count", "slots")
+    __slots__ = ("_asker_left", "_pool", "_touching", "_wake", "count", "slots")
 
     def __init__(self, pool: "SlotPool", count: int, wake: Callable[[], None]) -> None:
         self._pool = pool
         self._wake = wake
-        self._holders = 1
         self._asker_left = False
+        #: Calls and copies that touch the slots. The asker is not one of them: a release too many then fails where it is made,
+        #: and cannot let go of the asker's hold.
+        self._touching = 0
         self.count = count
         #: Indices of the granted slots, ascending; empty while waiting.
         self.slots: tuple[int, ...] = ()
@@ -33,27 +35,32 @@ class SlotTicket:
     @property
     def quarantined(self) -> bool:
         """Whether only work that nobody waits for any more keeps the slots out of use."""
-        return self._asker_left and self._holders > 0
+        return self._asker_left and self._touching > 0
 
     def hold(self) -> None:
         """Add a holder: a call or a copy that touches the slots begins."""
-        if not self.granted or self._holders == 0:
+        if not self.granted or self._spent:
             raise AssertionError("a call may only hold slots that are granted and not given back")
-        self._holders += 1
+        self._touching += 1
 
     def release(self) -> None:
         """Let go of one call's or copy's hold. The last one gives the slots back."""
-        if self._holders == 0:
+        if not self._touching:
             raise AssertionError("a slot ticket was released more often than it was held")
-        self._holders -= 1
-        if self._holders == 0:
+        self._touching -= 1
+        if self._spent:
             self._pool._ended(self)
 
     def leave(self) -> None:
         """Let go of the asker's hold. Idempotent; a ticket that still waits is withdrawn."""
         if not self._asker_left:
             self._asker_left = True
-            self.release()
+            if self._spent:
+                self._pool._ended(self)
+
+    @property
+    def _spent(self) -> bool:
+        return self._asker_left and not self._touching
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,70 @@
+"""A call is on record from its start to its return, whoever still waits for it (M1, M3)."""
+
+import pytest
+
+from akv.ownership.slots import SlotPool
+from akv.ownership.store_calls import StoreCalls
+
+
+def nothing() -> None:
+    """A wake that nobody listens to."""
+
+
+def test_M1_a_call_stands_on_record_from_its_start_to_its_return() -> None:
+    calls = StoreCalls()
+    probe, get = calls.begin("probe"), calls.begin("get")
+    assert (calls.outstanding, calls.given_up) == (2, 0)
+    calls.ended(probe)
+    assert calls.outstanding == 1
+    calls.ended(get)
+    assert calls.outstanding == 0
+    assert get.kind == "get"
+
+
+def test_M1_a_call_that_was_given_up_is_outstanding_and_keeps_its_slots_until_it_returned() -> None:
+    calls, pool = StoreCalls(), SlotPool(3)
+    ticket = pool.request(2, nothing)
+    with ticket:
+        record = calls.begin("get", ticket)
+        calls.give_up(record)
+        calls.give_up(record)
+    assert (calls.outstanding, calls.given_up) == (1, 1)
+    assert (pool.quarantined, pool.free) == (2, 1)
+    calls.ended(record)
+    assert (calls.outstanding, calls.given_up) == (0, 0)
+    assert (pool.quarantined, pool.free) == (0, 3)
+
+
+def test_M1_giving_up_a_call_that_returned_changes_nothing() -> None:
+    calls = StoreCalls()
+    record = calls.begin("get")
+    calls.ended(record)
+    calls.give_up(record)
+    assert not record.given_up
+    assert (calls.outstanding, calls.given_up) == (0, 0)
+
+
+def test_M1_only_calls_that_nobody_waits_for_count_as_given_up() -> None:
+    calls = StoreCalls()
+    calls.begin("get")
+    calls.give_up(calls.begin("get"))
+    assert (calls.outstanding, calls.given_up) == (2, 1)
+
+
+def test_M1_a_call_returns_once() -> None:
+    calls, pool = StoreCalls(), SlotPool(1)
+    ticket = pool.request(1, nothing)
+    record = calls.begin("put", ticket)
+    calls.ended(record)
+    with pytest.raises(KeyError):
+        calls.ended(record)
+    assert pool.free == 0, "the second end must not let go of the asker's hold"
+
+
+def test_M6_a_call_on_slots_that_were_given_back_never_begins() -> None:
+    calls, pool = StoreCalls(), SlotPool(1)
+    ticket = pool.request(1, nothing)
+    ticket.leave()
+    with pytest.raises(AssertionError, match="given back"):
+        calls.begin("get", ticket)
+    assert calls.outstanding == 0
