@@ -15,7 +15,7 @@ from akv.values.messages import PagesUnread, SaveOrder, SaveResult
 class SaveTicket:
     """One save order on its way to the pool."""
 
-    __slots__ = ("_left", "_refused", "_stored", "after", "bytes", "order", "reads", "reason", "withdrawn")
+    __slots__ = ("_left", "_refused", "after", "bytes", "order", "reads", "reason", "withdrawn")
 
     def __init__(self, order: SaveOrder, after: Any) -> None:
         self.order = order
@@ -26,12 +26,11 @@ class SaveTicket:
         self.withdrawn = False
         self.bytes = 0
         self.reason = ""
-        #: Pages of each block that no answer has been given for: a block is stored when its pages of every group are (L2).
+        #: Pages of each block that the pool has not taken yet: a block is stored when its pages of every group are (L2).
         self._left: dict[int, int] = {}
         for group in order.groups:
             for block in group.blocks:
                 self._left[block] = self._left.get(block, 0) + 1
-        self._stored: list[int] = []
         self._refused: set[int] = set()
 
     def pages_stored(self, blocks: Sequence[int], page_bytes: int) -> None:
@@ -39,8 +38,6 @@ class SaveTicket:
         self.bytes += page_bytes * len(blocks)
         for block in blocks:
             self._left[block] -= 1
-            if self._left[block] == 0 and block not in self._refused:
-                self._stored.append(block)
 
     def pages_refused(self, blocks: Collection[int], reason: str) -> None:
         """One page of each of these blocks did not reach the pool; the first reason is kept."""
@@ -50,14 +47,14 @@ class SaveTicket:
 
     def result(self) -> SaveResult:
         """What became of each block of the order."""
-        settled = self._refused.union(self._stored)
+        stored = {block for block, left in self._left.items() if not left} - self._refused
         return SaveResult(
             save_id=self.order.save_id,
             request_id=self.order.request_id,
             incarnation=self.order.incarnation,
-            stored=tuple(sorted(self._stored)),
+            stored=tuple(sorted(stored)),
             refused=tuple(sorted(self._refused)),
-            dropped=tuple(sorted(self._left.keys() - settled)),
+            dropped=tuple(sorted(self._left.keys() - self._refused - stored)),
             bytes=self.bytes,
             reason=self.reason,
         )
