@@ -5,12 +5,13 @@ half, a `LoadHold` that ended or a `SavesCompleted` is told to the engine. What 
 or for a request that has closed, changes nothing here.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from itertools import compress
 
 from akv.errors import EngineContractError
+from akv.ownership.known_hashes import KnownHashes
 from akv.ownership.marks import BlockState, SaveMarks
 from akv.plan.hashing import Chain
 from akv.units import NO_PAGE
@@ -25,10 +26,6 @@ from akv.values.messages import (
     Withdrawal,
 )
 from akv.values.requests import LoadCompleted, SavesCompleted
-
-#: Hashes remembered as being in the pool, so that a prefix that many requests share is listed for saving once (S13). 64 Ki
-#: hashes of 16 bytes are about 8 MiB of Python objects and cover two million tokens at T = 32.
-REMEMBERED_HASHES = 65_536
 
 
 class Phase(Enum):
@@ -102,7 +99,7 @@ class Requests:
         self._open: dict[str, RequestRecord] = {}
         self._loading: Counter[tuple[int, int]] = Counter()
         self._saving: Counter[tuple[int, int]] = Counter()
-        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        self._known = KnownHashes()
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -188,11 +185,17 @@ class Requests:
         if result.state is LoadState.LOADED:
             for group in hold.groups:
                 record.marks.stored(group.blocks)
-                self._remember(group.hashes)
+                self._known.add(group.hashes)
             self.matched_locally(record, hold.local_tokens + hold.tokens)
         else:
             # What landed is discarded: from here on only the local match is KV, and a pass that builds on more is refused.
+            # What passes had computed behind it may be written over, and `finish` must not publish it (S1).
             record.valid_to = hold.local_tokens
+            record.computed = min(record.computed, hold.local_tokens)
+            if result.state is LoadState.FAILED:
+                # The pool may have lost them, so they are listed for saving again once they were computed.
+                for group in hold.groups:
+                    self._known.forget(group.hashes)
         hold.failed_key = result.failed_key
         hold.completed = LoadCompleted(
             request_id=record.request_id,
@@ -220,11 +223,11 @@ class Requests:
         ]
         if not blocks:
             return None
-        known = record.chain.hashes(0, blocks[-1] + 1)
-        blocks = [block for block in blocks if known[block] not in self._remembered]
+        chain = record.chain.hashes(0, blocks[-1] + 1)
+        blocks = [block for block in blocks if chain[block] not in self._known]
         if not blocks:
             return None
-        hashes = tuple(known[block] for block in blocks)
+        hashes = tuple(chain[block] for block in blocks)
         self._last_id += 1
         return SaveOrder(
             save_id=self._last_id,
@@ -245,14 +248,14 @@ class Requests:
         record.tail_first, record.tail = first, tail
         open_blocks = record.marks.to_offer(end, float("inf"))
         if open_blocks:
-            known = record.chain.hashes(0, end)
-            record.marks.stored([block for block in open_blocks if known[block] in self._remembered])
+            chain = record.chain.hashes(0, end)
+            record.marks.stored([block for block in open_blocks if chain[block] in self._known])
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, computed)
 
     def queue_save(self, order: SaveOrder) -> SaveOrder | None:
-        """A listed save is handed over now. Blocks that an earlier pass handed over meanwhile are left out, and so is all of a
-        request that has begun to end: its pages may be given back before this save would read them.
+        """A listed save is handed over now. Left out are blocks that an earlier pass handed over meanwhile, blocks with a page
+        that a load fills (S1), and all of a request that has begun to end: its pages may be given back before they are read.
         """
         record = self._record(order.request_id, order.incarnation)
         if record is None or record.phase is not Phase.OPEN:
@@ -269,7 +272,7 @@ class Requests:
         if result.stored:
             # The groups of a save list the same blocks, so the first names each block's hash.
             hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
-            self._remember(hashes[block] for block in result.stored)
+            self._known.add(hashes[block] for block in result.stored)
             record.marks.stored(result.stored)
             record.stored_blocks += len(result.stored)
         if result.refused:
@@ -316,6 +319,8 @@ class Requests:
 
     def _queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
         keep = [record.marks.is_open(block) for block in order.groups[0].blocks]
+        for group in order.groups if self._loading else ():
+            keep = [k and (group.group, page) not in self._loading for k, page in zip(keep, group.pages, strict=True)]
         if not all(keep):
             order = SaveOrder(
                 save_id=order.save_id,
@@ -352,13 +357,6 @@ class Requests:
     def _record(self, request_id: str, incarnation: int) -> RequestRecord | None:
         record = self._open.get(request_id)
         return record if record is not None and record.incarnation == incarnation else None
-
-    def _remember(self, hashes: Iterable[bytes]) -> None:
-        for known in hashes:
-            self._remembered[known] = None
-            self._remembered.move_to_end(known)
-        while len(self._remembered) > REMEMBERED_HASHES:
-            self._remembered.popitem(last=False)
 
 
 def _pages(groups: Iterable[GroupPages]) -> list[tuple[int, int]]:
