@@ -2,8 +2,11 @@
 
 import ctypes
 import itertools
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +83,19 @@ def own_master() -> Iterator[tuple[str, int]]:
     """A master that a test may stop or kill: its address and its process id."""
     with _running_master() as started:
         yield started
+
+
+@pytest.fixture
+def freeze() -> Callable[[int], None]:
+    """Stop a process, and return when each of its threads stands still: the signal alone only asks for it."""
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
+
+    return stop
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ DEADLINE_S, MARGIN_S = 0.5, 15.0
 
 #: Arguments: the master's address and process id, the call, "frozen" or "healthy", the ending.
 PROCESS = f"""
-import os, signal, sys, threading
+import os, pathlib, signal, sys, threading
 import anyio
 from akv.pool import ThreadRunner, open_pool
 from akv.ports.calls import CallKind, CallSize
@@ -48,6 +48,8 @@ async def main():
 
         if state == "frozen":
             os.kill(int(pid), signal.SIGSTOP)
+            while any(") T" not in stat.read_text() for stat in pathlib.Path(f"/proc/{{pid}}/task").glob("*/stat")):
+                pass  # The signal only asks for it.
         if what != "none":
             ThreadRunner({{}}).start(CallKind.GET, call, CallSize(), lambda end: None)
             inside.wait()
