@@ -123,7 +123,7 @@ class _Opening(AbstractAsyncContextManager[Connector]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return await self._opening.__aexit__(kind, error, trace)
+        return await self._opening.__aexit__(kind, error, trace)  # noqa: ASYNC102 - bounded there
 
     def __getattr__(self, name: str) -> Any:
         raise NotOpenError(f"the connector is not open, so it has no {name!r}: write `async with open_connector(...) as kv:`")

@@ -128,7 +128,7 @@ class Halves:
         # Not before it has started: trio lets nobody leave a start that was cancelled and whose task ignores that.
         scope.shield = True
 
-    async def _serve(
+    async def _serve(  # noqa: ASYNC128 - the service says when it has started
         self, service: Callable[..., Any], scope: CancelScope, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED
     ) -> None:
         """Run one service. If it fails, whoever waits in the engine's own tasks must learn of it: they are in no group of

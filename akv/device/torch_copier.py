@@ -220,7 +220,7 @@ def _leaving_nothing_behind(stream: TorchStream) -> Iterator[None]:
             with suppress(RuntimeError):  # a device that failed for good runs nothing any more
                 stream.cuda.synchronize()
         if isinstance(error, RuntimeError):  # what torch raises for all that a device reports, out of memory included
-            raise DeviceError(f"copies could not be queued on stream {stream.name!r}: {error}") from error
+            raise DeviceError(f"copies could not be queued on stream {stream.name!r}: {error}") from error  # noqa: ASYNC104 - no cancellation
         raise
 
 

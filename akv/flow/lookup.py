@@ -62,7 +62,7 @@ async def _found_blocks(parts: LookupParts, chain: Chain, asked: LookupRange, pr
     """Whole blocks found from the first asked one on, and whether the search ended because the pool gave no answer."""
     found = 0
     for blocks in probe_batches(asked.first, asked.last, parts.groups, parts.probe_head, parts.probe_chunk):
-        while chain.hash_up_to(blocks.stop, chain.slice_blocks) < blocks.stop:
+        while chain.hash_up_to(blocks.stop, chain.slice_blocks) < blocks.stop:  # noqa: ASYNC110 - works in slices, waits for nothing
             await checkpoint()
         hashes = chain.hashes(blocks.start, blocks.stop)
         keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]

@@ -232,11 +232,11 @@ async def open_engine(
             try:
                 yield engine
             finally:
-                await engine._close()
+                await engine._close()  # noqa: ASYNC102 - shielded and bounded inside
                 group.cancel_scope.cancel()
     except BaseExceptionGroup as failures:
         if len(failures.exceptions) > 1:
             raise
         # What the block or the batch raised, as it was raised: that there is a task group is the engine's own affair.
         only = failures.exceptions[0]
-        raise only from only.__cause__
+        raise only from only.__cause__  # noqa: ASYNC123 - its own context is kept, the group is what it is to be freed of

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import anyio
 import pytest
 from typer.testing import CliRunner
 
@@ -40,6 +41,10 @@ def test_Q1_process_b_answers_from_what_process_a_computed(backend: str) -> None
 
 
 async def swap_two_stored_pages(address: str, answered: tuple[tuple[Turn, ...], ...]) -> None:
+    await anyio.to_thread.run_sync(_swap, address, answered)
+
+
+def _swap(address: str, answered: tuple[tuple[Turn, ...], ...]) -> None:
     """Give two pages of the first conversation each other's bytes, as no client of akv ever would."""
     from mooncake.store import MooncakeDistributedStore
 

@@ -93,14 +93,13 @@ async def _last(child: _Child, progress: Progress, wanted: Callable[[Line], Want
     lines = BufferedByteReceiveStream(child.process.stdout)
     decode = msgspec.json.Decoder(Line).decode
     while True:
-        try:
+        text = None
+        with suppress(anyio.IncompleteRead):
             text = await lines.receive_until(b"\n", _LONGEST_LINE)
-        except anyio.IncompleteRead:
+        if text is None:
             status = await child.process.wait()
             log = "\n".join(child.log.read_text(errors="replace").splitlines()[-_QUOTED_LINES:])
-            raise ChildFailed(
-                f"the demo's process '{child.part}' ended with status {status}; the end of its log:\n{log}"
-            ) from None
+            raise ChildFailed(f"the demo's process '{child.part}' ended with status {status}; the end of its log:\n{log}")
         if not text.startswith(b"{"):
             continue
         line = decode(text)
