@@ -108,14 +108,16 @@ async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_
         assert load.state is LoadState.CANCELLED
         server.free(table)
         # The stuck call still owns two of the four slots. The other two serve everybody else meanwhile.
+        await settle()
+        slots = kv._halves.worker.stagings[0].slots
+        assert (slots.free, slots.quarantined) == (2, 2)
         await goes_on(server, kv)
+        assert (slots.free, slots.quarantined) == (2, 2)
         used = {offset for copy in server.device.copies if copy.kind == "scatter" for offset in copy.offsets}
         assert len(used) == 2
         gate.release()
         await settle()
-        server.device.copies.clear()
-        for number in range(2):
-            await (await loading(server, kv, f"after{number}"))[1].wait()
+        assert (slots.free, slots.quarantined) == (4, 0)
     assert server.left_behind() == []
 
 
@@ -270,6 +272,8 @@ async def test_D6_M3_in_a_put_the_pages_are_free_at_once_and_its_slots_are_not_r
         await cancelled_at_once(request)
         # The put reads slots. Overwriting the pages cannot harm what it stores.
         server.free(table)
+        await settle()
+        assert kv._halves.worker.stagings[1].slots.free == 0
         gate.release()
         await goes_on(server, kv)
     assert server.wrong_values() == []

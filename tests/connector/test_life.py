@@ -110,6 +110,8 @@ async def test_M6_an_exception_leaves_as_it_is_and_nothing_stays() -> None:
     assert isinstance(raised.__context__, KeyError)
     assert raised.__cause__ is None
     watched.assert_all_back()
+    # What was queued is withdrawn: the program has trouble of its own, and does not wait for half a second of puts.
+    assert server.stored_blocks([1, *LONG]) == []
 
 
 async def test_M6_a_group_of_exceptions_leaves_as_it_is() -> None:

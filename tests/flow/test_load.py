@@ -113,6 +113,16 @@ async def test_D1_two_loaders_work_at_the_same_time_and_a_third_load_waits() -> 
     assert server.runner.most_running[CallKind.GET] == 2
 
 
+async def test_D1_a_load_does_not_wait_for_passes_that_were_queued_after_its_reservation() -> None:
+    server = warm()
+    async with server.open() as kv:
+        request, load, _ = await loading(server, kv)
+        server.device.kernel(writes=[(0, 60, 1)], duration_s=1.0)
+        await load.wait()
+        assert anyio.current_time() < 0.1
+        await request.finished()
+
+
 # -- order of accesses
 
 

@@ -150,6 +150,16 @@ async def test_D5_with_the_passes_event_ignored_the_same_save_is_a_race_that_the
     assert server.stored_blocks(TOKENS) == []
 
 
+async def test_S7_a_save_waits_for_its_own_pass_and_for_no_later_one() -> None:
+    server = FakeServer()
+    async with server.open() as kv:
+        request = kv.open_request("r", TOKENS)
+        await server.compute(kv, request, TOKENS, server.allocate(TOKENS), duration_s=0.01)
+        server.device.kernel(writes=[(0, 60, 1)], duration_s=1.0)
+        await anyio.sleep(0.05)
+        assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]
+
+
 async def test_S7_after_forward_waits_for_no_copy_and_no_call() -> None:
     server = FakeServer(latency=Latency(put_s=1.0, copy_s=1.0))
     async with server.open() as kv:
