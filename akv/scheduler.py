@@ -99,6 +99,9 @@ class SchedulerHalf:
             answer = LookupAnswer(0, LookupOutcome.NOT_READING)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
+            if answer.hole is not None:
+                # Evicted, or the pool was lost: whoever computes them saves them again.
+                self.requests.not_found(record, answer.hole)
         self.requests.matched_locally(record, local_tokens)
         observe.emit(
             observe.LOOKUP_COMPLETE,

@@ -31,11 +31,14 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """Tokens to offer beyond the local match, why so many, and the keys that were asked for."""
+    """Tokens to offer beyond the local match, and why so many."""
 
     tokens: int
     outcome: LookupOutcome
+    #: Keys that were asked for.
     probed: int = 0
+    #: The first block that was asked for and not found; None if each was, or none asked for in time.
+    hole: int | None = None
 
 
 async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_tokens: int) -> LookupAnswer:
@@ -51,10 +54,11 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
     probed = [0]
     with move_on_after(parts.deadline_s):
         found, unavailable = await _found_blocks(parts, chain, asked, probed)
+        hole = asked.first + found if asked.first + found < asked.last else None
         if unavailable and not found:
-            return LookupAnswer(0, LookupOutcome.UNAVAILABLE, probed[0])
+            return LookupAnswer(0, LookupOutcome.UNAVAILABLE, probed[0], hole)
         tokens, outcome = offer_of(asked, found)
-        return LookupAnswer(tokens, outcome, probed[0])
+        return LookupAnswer(tokens, outcome, probed[0], hole)
     return LookupAnswer(0, LookupOutcome.DEADLINE, probed[0])
 
 

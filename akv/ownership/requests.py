@@ -148,6 +148,10 @@ class Requests:
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, local_tokens)
 
+    def not_found(self, record: RequestRecord, first: int) -> None:
+        """A lookup found a hole at block `first`. From there on nothing is known to be in the pool any more (S13)."""
+        self._known.forget(record.chain.hashes(first, record.chain.hash_up_to(0)))
+
     # -- loads
 
     def reserve(

@@ -152,10 +152,15 @@ async def test_D5_with_the_passes_event_ignored_the_same_save_is_a_race_that_the
 
 async def test_S7_a_save_waits_for_its_own_pass_and_for_no_later_one() -> None:
     server = FakeServer()
+    gate = server.runner.hold(CallKind.PUT)
     async with server.open() as kv:
+        ahead = kv.open_request("ahead", LONG)
+        await server.compute(kv, ahead, LONG, server.allocate(LONG))
+        await gate.reached()
         request = kv.open_request("r", TOKENS)
         await server.compute(kv, request, TOKENS, server.allocate(TOKENS), duration_s=0.01)
         server.device.kernel(writes=[(0, 60, 1)], duration_s=1.0)
+        gate.release()
         await anyio.sleep(0.05)
         assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]
 
@@ -549,6 +554,25 @@ async def test_S13_a_prefix_that_many_requests_share_is_saved_once() -> None:
             assert server.stored_blocks(tokens) == [0, 1, 2, 3, 4]
         keys = [key for call in server.pool.calls if call.operation == "put" for key in call.keys]
         assert len(keys) == len(set(keys)) == 2 * (4 + 3)
+    assert server.wrong_values() == []
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+async def test_S13_blocks_that_a_lookup_no_longer_finds_are_saved_again(kept: int) -> None:
+    server = FakeServer()
+    async with server.open() as kv:
+        for number in range(2):
+            async with kv.request(f"r{number}", TOKENS) as request:
+                offer = await request.lookup()
+                table = server.allocate(TOKENS)
+                await request.reserve(offer, offer.tokens, table).wait()
+                await server.compute(kv, request, TOKENS, table, offer.tokens)
+            assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]
+            assert offer.tokens == (4 * kept if number else 0)
+            # The pool evicts without telling anybody.
+            for keys in server.keys_of(TOKENS):
+                for key in keys[kept:]:
+                    server.store.remove(key)
     assert server.wrong_values() == []
 
 
