@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from anyio import create_task_group, get_cancelled_exc_class
+from anyio import create_task_group
 from anyio.lowlevel import checkpoint
 
 from akv import observe
@@ -175,7 +175,6 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
     """Run the halves' services around a block. The block's own error leaves as it is, a service's as ConnectorBroken."""
     settings = halves.settings
     block_failed: BaseException | None = None
-    cancelled = False
     try:
         async with create_task_group() as group:
             try:
@@ -190,28 +189,25 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
                 ):
                     await halves.open(group)
                 yield
-            except get_cancelled_exc_class():
-                cancelled = True
-                raise
-            except BaseException as error:  # noqa: BLE001 - raised again below, as it is: a task group would wrap it
+            except BaseException as error:
                 block_failed = error
+                raise
             finally:
                 # In a task of its own, which the group waits for: asyncio's own cancellation goes through shields, and would
                 # cut the closing short with copies and calls under way.
-                group.start_soon(_close, halves, block_failed is None and not cancelled)
+                group.start_soon(_close, halves, block_failed is None)
     except BaseExceptionGroup as failures:
-        cause = failures
-        if block_failed is not None and not isinstance(block_failed, ConnectorBroken):
-            # Not a consequence of the fault: an error of the embedding program's own, which must not get lost beside it.
-            cause = BaseExceptionGroup(failures.message, [*failures.exceptions, block_failed])
-        raise ConnectorBroken(
-            "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
-        ) from cause
+        if block_failed is None or halves.service_failed:
+            raise ConnectorBroken(
+                "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
+            ) from failures
     finally:
         # What a call may still touch stays registered, whatever cut the closing short (M1).
         if not halves.calls.outstanding:
             halves.worker.unregister()
     if block_failed is not None:
+        # The task group wraps whatever leaves it; the embedding program's own error is not a group of errors. Raised here, and
+        # not while the group is handled, so that its context stays its own.
         raise block_failed
 
 

@@ -43,6 +43,8 @@ class Halves:
         self._completions: dict[int, Completion] = {}
         self._runner = ports.runner
         self._services: list[CancelScope] = []
+        #: A service ended with an error, which leaves through the task group.
+        self.service_failed = False
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
         self._desk = desk = CallDesk(ports.runner, self.calls, self._poller)
@@ -138,6 +140,7 @@ class Halves:
             with scope:
                 await service(task_status=task_status)
         except Exception as error:
+            self.service_failed = True
             self._break(f"a service failed with {type(error).__name__}: {error}", error)
             raise
 

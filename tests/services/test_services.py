@@ -50,6 +50,7 @@ class Seen:
 
 async def test_the_poller_asks_at_once() -> None:
     poller, seen = StreamPoller(TICK_S), Seen()
+    await anyio.lowlevel.checkpoint()
     poller.watch(Signal(0.0), seen)
     assert seen.told == [(0.0, None)]
     assert poller.outstanding == 0
@@ -123,12 +124,11 @@ async def test_M8_what_a_listener_raises_is_a_crash_and_leaves_through_the_polle
     def fails(_: BaseException | None) -> None:
         raise RuntimeError("planted")
 
-    with pytest.raises(ExceptionGroup) as crash:
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="planted")):
         async with anyio.create_task_group() as group:
             await group.start(poller.run)
             poller.watch(Signal(0.001), fails)
             await anyio.sleep(1)
-    assert crash.group_contains(RuntimeError, match="planted")
 
 
 # -- lanes
