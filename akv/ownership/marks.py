@@ -41,7 +41,7 @@ class SaveMarks:
         offered = {BlockState.UNSAVED, BlockState.REFUSED} if now >= self._retry_at else {BlockState.UNSAVED}
         known = min(end, len(self._states))
         blocks = [b for b in range(self.mark, known) if self._states[b] in offered]
-        blocks.extend(range(max(self.mark, known), end))
+        blocks.extend(range(known, end))
         return blocks
 
     def is_open(self, block: int) -> bool:

@@ -106,10 +106,13 @@ def test_D9_a_load_of_nothing_is_a_load_like_any_other(scene: "Scene") -> None:
 
 
 def test_D9_loaded_blocks_are_not_listed_for_saving(scene: "Scene") -> None:
-    record = scene.opened()
+    record, later = scene.opened(), scene.opened("later")
     order, _ = scene.reserved(record, range(1, 3))
     scene.requests.load_ended(scene.load_end(order, LoadState.LOADED))
     assert scene.listed(record, 4) == (0, 3)
+    assert [record.marks.is_open(block) for block in range(4)] == [True, False, False, True]
+    assert scene.listed(later, 4) == (0, 3), "what was loaded is in the pool, whoever asks"
+    assert later.marks.mark == 0
 
 
 @pytest.mark.parametrize("state", [LoadState.FAILED, LoadState.CANCELLED])
@@ -139,7 +142,7 @@ def test_D2_tokens_are_valid_again_once_matched_computed_or_loaded(scene: "Scene
     scene.passed(record, 3)
     assert record.valid_to == 3 * scene.T
     scene.passed(record, 2)
-    assert record.valid_to == 3 * scene.T
+    assert record.valid_to == record.computed == 3 * scene.T, "a pass takes nothing back"
     order, _ = scene.reserved(record, range(3, 5))
     scene.requests.load_ended(scene.load_end(order, LoadState.LOADED))
     assert record.valid_to == 5 * scene.T

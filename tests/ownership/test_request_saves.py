@@ -122,6 +122,15 @@ def test_S2_a_pass_between_two_refusals_does_not_shorten_the_back_off(scene: "Sc
         assert scene.listed(record, 1, now=10.0 + wait) == (0,)
 
 
+def test_S2_a_save_that_stored_a_block_ends_the_row_of_refusals(scene: "Scene") -> None:
+    record = scene.opened()
+    for _ in range(3):
+        scene.save_end(scene.queued(record, 1, math.inf), 10.0, refused=(0,))
+    assert scene.listed(record, 1, now=10.0 + scene.BACKOFF_S) == ()
+    scene.save_end(scene.queued(record, 3, math.inf), 10.0, stored=(1,), refused=(0, 2))
+    assert scene.listed(record, 1, now=10.0 + scene.BACKOFF_S) == (0,)
+
+
 def test_D8_results_of_other_saves_and_incarnations_change_nothing(scene: "Scene") -> None:
     record = scene.opened()
     order = scene.queued(record, 2)
