@@ -19,7 +19,7 @@ from akv.connector import Connector, open_connector
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind
-from akv.request import Request
+from akv.request import Load, Request
 from akv.units import NO_PAGE
 from akv.values.layout import Layout
 from akv.values.requests import Scheduled
@@ -145,7 +145,16 @@ class FakeServer:
             if self.device.read_page(group, table[group][block]) != self.content(hashes[block], group)
         ]
 
-    # -- passes
+    # -- loads and passes
+
+    async def load(
+        self, kv: Connector, request_id: str, tokens: Sequence[int], local_tokens: int = 0
+    ) -> tuple[Request, Load, PageTable]:
+        """Open a request, look it up, take up the whole offer, and return while its pages load."""
+        request = kv.open_request(request_id, tokens)
+        offer = await request.lookup(local_tokens)
+        table = self.allocate(tokens)
+        return request, request.reserve(offer, offer.tokens, table), table
 
     async def compute(
         self,

@@ -1,16 +1,14 @@
 """Cancelling one request in each state of its life: its pages come back, what still runs touches nobody's pages."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import pytest
 
-from akv import Connector, Load, LoadCancelled, LoadCompleted, LoadState, Request, SavesCompleted, Scheduled
+from akv import Connector, LoadCancelled, LoadState, Request, Scheduled
 from akv.ports.calls import CallKind
 from akv_testing import settle
-from akv_testing.calls import Latency
-from akv_testing.server import FakeServer, PageTable
+from akv_testing.server import FakeServer
 
 pytestmark = pytest.mark.anyio
 
@@ -25,15 +23,6 @@ def warm(**arguments: Any) -> FakeServer:
     return server
 
 
-async def loading(
-    server: FakeServer, kv: Connector, name: str, tokens: Sequence[int] = TOKENS
-) -> tuple[Request, Load, PageTable]:
-    request = kv.open_request(name, tokens)
-    offer = await request.lookup()
-    table = server.allocate(tokens)
-    return request, request.reserve(offer, offer.tokens, table), table
-
-
 async def cancelled_at_once(request: Request) -> None:
     """Cancel and assert that nothing was waited for in time."""
     began = anyio.current_time()
@@ -44,7 +33,7 @@ async def cancelled_at_once(request: Request) -> None:
 
 async def goes_on(server: FakeServer, kv: Connector) -> None:
     """Another request can still load, compute and save: no place, slot, page or task was lost."""
-    request, load, table = await loading(server, kv, "later", LONG)
+    request, load, table = await server.load(kv, "later", LONG)
     assert (await load.wait()).state is LoadState.LOADED
     assert server.wrong_pages(LONG, table, 0, 9) == []
     tokens = list(range(500, 530))
@@ -83,9 +72,9 @@ async def test_D6_D9_a_queued_load_is_withdrawn_undispatched() -> None:
     server = warm()
     async with server.open(loaders=1) as kv:
         gate = server.runner.hold(CallKind.GET)
-        _, ahead, _ = await loading(server, kv, "ahead")
+        _, ahead, _ = await server.load(kv, "ahead", TOKENS)
         await gate.reached()
-        request, load, table = await loading(server, kv, "r")
+        request, load, table = await server.load(kv, "r", TOKENS)
         await cancelled_at_once(request)
         assert load.state is LoadState.CANCELLED
         with pytest.raises(LoadCancelled):
@@ -102,7 +91,7 @@ async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_
     server = warm(slots=4)
     async with server.open(loaders=2) as kv:
         gate = server.runner.hold(CallKind.GET)
-        request, load, table = await loading(server, kv, "r")
+        request, load, table = await server.load(kv, "r", TOKENS)
         await gate.reached()
         await cancelled_at_once(request)
         assert load.state is LoadState.CANCELLED
@@ -125,13 +114,13 @@ async def test_D6_waiting_for_slots_the_claim_is_withdrawn() -> None:
     server = warm(slots=4)
     async with server.open(loaders=2) as kv:
         gate = server.runner.hold_all(CallKind.GET)
-        stuck = [(await loading(server, kv, f"stuck{number}"))[0] for number in range(2)]
+        stuck = [(await server.load(kv, f"stuck{number}", TOKENS))[0] for number in range(2)]
         await gate.reached()
         await settle()
         for request in stuck:
             await cancelled_at_once(request)
         # Both shares are in quarantine, so the next load waits for slots.
-        waiting, load, table = await loading(server, kv, "waiting")
+        waiting, load, table = await server.load(kv, "waiting", TOKENS)
         await settle()
         assert load.state is None
         await cancelled_at_once(waiting)
@@ -145,7 +134,7 @@ async def test_D6_M2_in_a_device_copy_it_waits_for_the_copys_event_and_for_nothi
     server = warm()
     async with server.open() as kv:
         server.device.script.delay("scatter", 0.02)
-        request, load, table = await loading(server, kv, "r")
+        request, load, table = await server.load(kv, "r", TOKENS)
         await settle()
         began = anyio.current_time()
         with anyio.move_on_after(0.01) as scope:
@@ -164,7 +153,7 @@ async def test_D6_between_two_batches_no_further_copy_begins() -> None:
     server = warm()
     async with server.open() as kv:
         gate = server.runner.hold(CallKind.GET, nth=2)
-        request, load, table = await loading(server, kv, "r", LONG)
+        request, load, table = await server.load(kv, "r", LONG)
         await gate.reached()
         copies = len(server.device.copies)
         await cancelled_at_once(request)
@@ -183,8 +172,8 @@ async def test_D6_waiting_for_a_place_among_the_copies() -> None:
         gate = server.runner.hold_all(CallKind.COPY)
         tokens = list(range(700, 709))
         await server.compute(kv, kv.open_request("saving", tokens), tokens, server.allocate(tokens))
-        first, _, _ = await loading(server, kv, "first")
-        second, load, table = await loading(server, kv, "second")
+        first, _, _ = await server.load(kv, "first", TOKENS)
+        second, load, table = await server.load(kv, "second", TOKENS)
         await gate.reached()
         await settle()
         # Three copies hang: nothing can end before the gate opens, so both cancels wait for exactly that.
@@ -299,7 +288,7 @@ async def test_D6_a_finishing_request_with_a_load_keeps_nothing() -> None:
     server = warm()
     async with server.open() as kv:
         gate = server.runner.hold(CallKind.GET)
-        request, load, table = await loading(server, kv, "r")
+        request, load, table = await server.load(kv, "r", TOKENS)
         await gate.reached()
         await request.finished()
         assert load.state is LoadState.CANCELLED
@@ -308,142 +297,6 @@ async def test_D6_a_finishing_request_with_a_load_keeps_nothing() -> None:
         server.free(table)
         gate.release()
         await goes_on(server, kv)
-    assert server.left_behind() == []
-
-
-# -- late ends
-
-
-async def test_D8_M7_a_late_end_changes_nothing_of_the_next_use_of_the_id() -> None:
-    server = warm()
-    async with server.open() as kv:
-        get, put = server.runner.hold(CallKind.GET), server.runner.hold(CallKind.PUT)
-        first, _, table = await loading(server, kv, "r")
-        await get.reached()
-        await first.cancel()
-        tokens = list(range(900, 918))
-        second = kv.open_request("r", tokens)
-        await server.compute(kv, second, tokens, server.allocate(tokens))
-        await put.reached()
-        await second.cancel()
-        third = kv.open_request("r", TOKENS)
-        assert first.incarnation < second.incarnation < third.incarnation
-        load = third.reserve(await third.lookup(), 16, table)
-        get.release()
-        put.release()
-        done = await load.wait()
-        assert (done.incarnation, done.state) == (third.incarnation, LoadState.LOADED)
-        assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        third.finish()
-        await settle()
-        assert kv.completed() == [
-            SavesCompleted(request_id="r", incarnation=third.incarnation, stored_blocks=0, refused_blocks=0)
-        ]
-    assert server.left_behind() == []
-
-
-async def test_D8_completions_name_the_incarnation_that_they_belong_to() -> None:
-    server = warm()
-    async with server.open() as kv:
-        request, _, _ = await loading(server, kv, "r")
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await request.cancel()
-        await settle()
-        done = kv.completed()
-        assert [type(one) for one in done] == [LoadCompleted, SavesCompleted]
-        assert {one.incarnation for one in done} == {request.incarnation}
-        assert isinstance(done[0], LoadCompleted)
-        assert done[0].state is LoadState.CANCELLED
-    assert server.left_behind() == []
-
-
-async def test_nothing_grows_when_nobody_fetches_but_waits_return() -> None:
-    server = warm()
-    async with server.open() as kv:
-        for number in range(20):
-            request, load, table = await loading(server, kv, f"r{number % 3}")
-            if number % 2:
-                await load.wait()
-                await request.finished()
-            else:
-                await request.cancel()
-            server.free(table)
-        assert not kv.changed.is_set()
-        assert kv.completed() == []
-        assert len(kv._halves.notices._waiting) == 0
-        assert len(kv._halves.scheduler.requests) == 0
-
-
-# -- the block of a request
-
-
-async def test_D6_the_block_of_a_request_finishes_it_at_its_end() -> None:
-    server = warm(latency=Latency(put_s=1.0))
-    tokens = list(range(900, 918))
-    async with server.open() as kv:
-        async with kv.request("r", tokens) as request:
-            await server.compute(kv, request, tokens, server.allocate(tokens))
-        assert request.closed
-        assert server.stored_blocks(tokens) == [0, 1, 2, 3]
-
-
-async def test_D6_the_block_of_a_request_cancels_it_when_it_raises() -> None:
-    server = warm()
-    gate = server.runner.hold(CallKind.GET)
-    async with server.open() as kv:
-        with pytest.raises(ZeroDivisionError):
-            async with kv.request("r", TOKENS) as request:
-                load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-                await gate.reached()
-                raise ZeroDivisionError
-        assert request.closed
-        assert load.state is LoadState.CANCELLED
-        gate.release()
-
-
-@pytest.mark.parametrize("copy_s", [0.0, 0.01])
-async def test_D6_the_block_of_a_request_cancels_it_when_its_task_is_cancelled(copy_s: float) -> None:
-    server = warm()
-    server.device.copy_s = lambda nbytes: copy_s
-    gate = server.runner.hold(CallKind.GET, nth=2)
-    async with server.open() as kv:
-        with anyio.move_on_after(0.2) as scope:
-            async with kv.request("r", TOKENS) as request:
-                load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-                await load.wait()
-        assert scope.cancelled_caught
-        assert request.closed
-        assert load.state is LoadState.CANCELLED
-        assert server.device.busy == 0
-        gate.release()
-
-
-async def test_D6_the_block_of_a_request_waits_for_its_pages_no_longer_than_the_grace() -> None:
-    server = warm()
-    gate = server.device.script.hold("scatter")
-    async with server.open(shutdown_deadline_s=0.03) as kv:
-        with anyio.move_on_after(0.01):
-            async with kv.request("r", TOKENS) as request:
-                await request.reserve(await request.lookup(), 16, server.allocate(TOKENS)).wait()
-        assert anyio.current_time() == pytest.approx(0.04, abs=0.003)
-        assert not request.closed
-        gate.release()
-        await request.cancel()
-    assert server.left_behind() == []
-
-
-async def test_D6_the_block_of_a_request_that_is_cancelled_while_it_finishes() -> None:
-    server = warm()
-    gate = server.runner.hold(CallKind.PUT)
-    tokens = list(range(900, 918))
-    async with server.open() as kv:
-        with anyio.move_on_after(0.2) as scope:
-            async with kv.request("r", tokens) as request:
-                await server.compute(kv, request, tokens, server.allocate(tokens))
-        assert scope.cancelled_caught
-        assert request.closed
-        gate.release()
     assert server.left_behind() == []
 
 

@@ -1,7 +1,5 @@
 """A connector from its opening to its end: what it leaves behind however its block ends, what it says when it is not open."""
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -9,10 +7,6 @@ import pytest
 
 from akv import (
     Connector,
-    ConnectorBroken,
-    EngineContractError,
-    LoadState,
-    NotOpenError,
     PoolError,
     Scheduled,
     SettingsError,
@@ -20,8 +14,7 @@ from akv import (
 )
 from akv.ports.calls import CallKind
 from akv.ports.device import HostBuffer
-from akv.values.messages import PassPlan
-from akv_testing import run_virtual, settle, tiny_layout
+from akv_testing import settle, tiny_layout
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
 
@@ -221,220 +214,3 @@ async def test_the_same_ports_open_again_after_a_block_ended() -> None:
     for number in range(2):
         async with open_connector(server.settings, server.layout, ports=FakeServer(store=server.store).ports) as kv:
             assert (await kv.open_request("r", TOKENS).lookup()).tokens == 0, number
-
-
-# -- not open
-
-
-async def test_use_before_the_block_says_how_to_open() -> None:
-    opening: Any = FakeServer().open()
-    for use in (
-        "open_request",
-        "completed",
-        "changed",
-        "plan_pass",
-        "after_forward",
-    ):
-        with pytest.raises(NotOpenError, match="async with"):
-            getattr(opening, use)
-    async with opening as kv:
-        kv.completed()
-
-
-async def test_use_after_the_block_is_refused_everywhere() -> None:
-    server = warm()
-    async with server.open() as kv:
-        request = kv.open_request("r", TOKENS)
-        load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-        plan = kv.plan_pass([])
-    calls: list[Callable[[], object]] = [
-        lambda: kv.open_request("x", TOKENS),
-        kv.completed,
-        lambda: kv.plan_pass([]),
-        lambda: kv.drop_pass(plan),
-        request.finish,
-        lambda: request.append([1]),
-    ]
-    for call in calls:
-        with pytest.raises(NotOpenError, match="closed"):
-            call()
-    for wait in (request.lookup, request.cancel, request.finished, kv.changed.wait, lambda: kv.after_forward(plan)):
-        with pytest.raises(NotOpenError, match="closed"):
-            await wait()
-    # A load that the end of the connector cancelled says so; its pages are free.
-    assert load.state is LoadState.CANCELLED
-
-
-def test_use_in_a_forked_child_is_refused_and_never_hangs() -> None:
-    """A real fork; the child drives the coroutines by hand, leaves at once, and says by its status what it saw."""
-
-    def seen_by_child(calls: list[Callable[[], object]], waits: list[Callable[[], Any]]) -> int:
-        for number, call in enumerate(calls):
-            try:
-                call()
-            except NotOpenError:
-                continue
-            return 10 + number
-        for number, wait in enumerate(waits):
-            coroutine = wait()
-            try:
-                coroutine.send(None)
-            except NotOpenError:
-                continue
-            return 20 + number
-        return 0
-
-    async def main() -> None:
-        server = warm()
-        gate = server.runner.hold(CallKind.GET)
-        async with server.open() as kv:
-            request = kv.open_request("r", TOKENS)
-            load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-            plan = kv.plan_pass([])
-            children.append(os.fork())
-            if children[0] == 0:
-                status = 99
-                try:
-                    status = seen_by_child(
-                        [lambda: kv.open_request("x", TOKENS), kv.completed, lambda: kv.plan_pass([]), request.finish],
-                        [
-                            request.lookup,
-                            load.wait,
-                            request.finished,
-                            request.cancel,
-                            kv.changed.wait,
-                            lambda: kv.after_forward(plan),
-                        ],
-                    )
-                finally:
-                    os._exit(status)
-            gate.release()
-            await load.wait()
-
-    children: list[int] = []
-    run_virtual("asyncio", main)
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
-
-
-# -- a crash inside
-
-
-async def waited(ends: dict[str, BaseException], name: str, wait: Callable[[], Any]) -> None:
-    try:
-        await wait()
-    except (ConnectorBroken, NotOpenError) as error:
-        ends[name] = error
-
-
-@pytest.mark.parametrize("crash", ["done", "poller", "loader", "saver"])
-async def test_M8_a_crash_inside_ends_the_block_and_every_wait_in_other_tasks(
-    crash: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = warm()
-    ends: dict[str, BaseException] = {}
-    fault = RuntimeError("planted")
-
-    def fails(*_: object, **__: object) -> Any:
-        raise fault
-
-    async with anyio.create_task_group() as group:
-        with pytest.raises(ConnectorBroken) as broken:
-            async with server.open(shutdown_deadline_s=0.05) as kv:
-                request = kv.open_request("r", TOKENS)
-                offer = await request.lookup()
-                gate = server.runner.hold(CallKind.GET)
-                load = request.reserve(offer, 16, server.allocate(TOKENS))
-                saving = kv.open_request("s", LONG)
-                hold = server.device.script.hold("gather")
-                await server.compute(kv, saving, LONG, server.allocate(LONG))
-                probes = server.runner.hold(CallKind.PROBE)
-                group.start_soon(waited, ends, "load", load.wait)
-                group.start_soon(waited, ends, "saves", saving.finished)
-                # These tasks outlive the block on purpose: the engine's own are in no group of the connector's.
-                group.start_soon(waited, ends, "changed", kv.changed.wait)  # noqa: ASYNC111
-                group.start_soon(waited, ends, "lookup", kv.open_request("l", TOKENS).lookup)  # noqa: ASYNC111
-                await settle()
-                began = anyio.current_time()
-                if crash == "done":
-                    monkeypatch.setattr(kv._halves.calls, "ended", fails)
-                elif crash == "poller":
-                    monkeypatch.setattr("akv_testing.timeline.FakeEvent.query", fails)
-                elif crash == "loader":
-                    monkeypatch.setattr(server.pool, "get", fails)
-                else:
-                    monkeypatch.setattr(server.pool, "put", fails)
-                gate.release()
-                hold.release()
-                await anyio.sleep(60)
-        assert broken.value.__cause__ is not None
-        assert anyio.current_time() - began < 2
-    assert set(ends) == {"load", "saves", "changed", "lookup"}
-    assert all(isinstance(error, ConnectorBroken) for error in ends.values())
-    assert anyio.current_time() - began < 2
-    probes.release()
-    with pytest.raises(ConnectorBroken):
-        kv.completed()
-
-
-async def test_M8_an_error_of_the_block_is_not_lost_beside_a_services_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = warm()
-
-    def fails(*_: object) -> None:
-        raise IndexError("planted")
-
-    monkeypatch.setattr(server.pool, "get", fails)
-    with pytest.raises(ConnectorBroken) as broken:
-        async with server.open() as kv:
-            request = kv.open_request("r", TOKENS)
-            request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-            try:
-                await anyio.sleep(1)
-            finally:
-                raise EnginesOwn
-    cause = broken.value.__cause__
-    assert isinstance(cause, BaseExceptionGroup)
-    assert {type(error) for error in cause.exceptions} == {IndexError, EnginesOwn}
-
-
-async def test_M8_the_block_of_a_request_passes_on_what_ended_the_connector() -> None:
-    server = warm()
-    gate = server.runner.hold(CallKind.GET)
-    with pytest.raises(ConnectorBroken):
-        async with server.open() as kv:
-            async with kv.request("r", TOKENS) as request:
-                load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-                await gate.reached()
-                kv._halves._break("planted", RuntimeError())
-                gate.release()
-                await load.wait()
-                await request.finished()
-
-
-async def test_M8_an_error_of_a_requests_block_is_not_hidden_by_the_end_of_the_connector() -> None:
-    server = warm()
-    hold = server.device.script.hold("scatter")
-
-    async def breaks(kv: Connector) -> None:
-        await anyio.sleep(0.01)
-        kv._halves._break("planted", RuntimeError())
-        hold.release()
-
-    async with server.open() as kv, anyio.create_task_group() as group:
-        group.start_soon(breaks, kv)
-        with pytest.raises(EnginesOwn):
-            async with kv.request("r", TOKENS) as request:
-                request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-                await settle()
-                raise EnginesOwn
-    assert server.left_behind() == []
-
-
-async def test_L6_a_broken_connector_publishes_nothing_more_at_its_end() -> None:
-    server = warm(latency=Latency(put_s=0.01))
-    async with server.open() as kv:
-        await busy_with_everything(server, kv)
-        with pytest.raises(EngineContractError, match="never made"):
-            kv.drop_pass(PassPlan(plan_id=99))
-    # Of the first save a batch may have been under way; the queued one is withdrawn.
-    assert server.stored_blocks([1, *LONG]) == []
-    assert server.left_behind() == []
