@@ -68,6 +68,8 @@ class Life:
 
 class RequestMachine(RuleBasedStateMachine):
     worker_half: "ClassVar[type[Worker]]"
+    #: Requests that came to their end, over all runs.
+    closed: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,6 +335,7 @@ class RequestMachine(RuleBasedStateMachine):
         assert (life.record.request_id, life.record.phase) == (request_id, Phase.CLOSED)
         self.worker.given_back.add(incarnation)
         life.closed = True
+        RequestMachine.closed += 1
         touching = {record.order.incarnation for record in self.worker.copies}
         touching |= {ticket.order.incarnation for ticket in self.worker.reads}
         assert incarnation not in touching, "pages were given back while a copy touches them"
@@ -372,3 +375,4 @@ def test_S2_S7_S12_D2_D6_D8_D9_M6_M7_pages_are_given_back_once_and_never_touched
     limits = settings(max_examples=150, stateful_step_count=60, deadline=None)
     RequestMachine.worker_half = worker
     run_state_machine_as_test(RequestMachine, settings=limits)
+    assert RequestMachine.closed >= 2 * limits.max_examples, "each run opens two requests at least, and closes them"

@@ -105,6 +105,16 @@ def test_S2_what_another_request_saved_is_not_listed_and_marked_by_the_next_pass
     scene.requests.ran(later, 4 * scene.T, 0, 0, ())
 
 
+def test_S13_what_a_lookup_no_longer_finds_is_saved_again_from_the_hole_on(scene: "Scene") -> None:
+    record, later = scene.opened(), scene.opened("later")
+    scene.save_end(scene.queued(record, 4), stored=(0, 1, 2, 3))
+    later.chain.hash_up_to(3)
+    scene.requests.not_found(later, 1)
+    assert scene.listed(later, 4) == (1, 2), "the lookup did not get as far as block 3"
+    scene.requests.not_found(later, 6)
+    assert scene.listed(later, 4) == (1, 2)
+
+
 def test_S2_a_refused_block_is_listed_again_after_its_back_off(scene: "Scene") -> None:
     record = scene.opened()
     scene.save_end(scene.queued(record, 3), 10.0, stored=(0,), refused=(1, 2))
