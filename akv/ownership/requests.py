@@ -227,7 +227,7 @@ class Requests:
         ]
         if not blocks:
             return None
-        chain = record.chain.hashes(0, blocks[-1] + 1)
+        chain = _hashes(record.chain, blocks)
         blocks = [block for block in blocks if chain[block] not in self._known]
         if not blocks:
             return None
@@ -252,7 +252,7 @@ class Requests:
         record.tail_first, record.tail = first, tail
         open_blocks = record.marks.to_offer(end, float("inf"))
         if open_blocks:
-            chain = record.chain.hashes(0, end)
+            chain = _hashes(record.chain, open_blocks)
             record.marks.stored([block for block in open_blocks if chain[block] in self._known])
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, computed)
@@ -361,6 +361,11 @@ class Requests:
     def _record(self, request_id: str, incarnation: int) -> RequestRecord | None:
         record = self._open.get(request_id)
         return record if record is not None and record.incarnation == incarnation else None
+
+
+def _hashes(chain: Chain, blocks: Sequence[int]) -> dict[int, bytes]:
+    # From the first of the blocks on and not from the sequence's first: a pass of a long request has a few new blocks.
+    return dict(enumerate(chain.hashes(blocks[0], blocks[-1] + 1), blocks[0]))
 
 
 def _pages(groups: Iterable[GroupPages]) -> list[tuple[int, int]]:
