@@ -20,7 +20,7 @@ from akv.errors import (
 )
 from akv.ports import Ports
 from akv.request import Load, Request
-from akv.settings import Settings, StoreSettings, check_settings
+from akv.settings import ClientSettings, Settings, StoreSettings, check_settings
 from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import LoadState
@@ -32,6 +32,7 @@ __all__ = [
     "EMPTY_SCOPE",
     "NO_PAGE",
     "AkvError",
+    "ClientSettings",
     "Connector",
     "ConnectorBroken",
     "DependencyError",

@@ -1,12 +1,14 @@
 """What a deployment decides, checked before anything is opened.
 
-This is the one module that may ever read files or the environment; so far it reads neither. `msgspec` constructors check
+This is the one module that reads or sets environment variables, and reads files of settings. `msgspec` constructors check
 nothing, so whoever takes settings passes them through `check_settings()`, whatever they were built with.
 """
 
 import difflib
 import math
+import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -31,6 +33,9 @@ SHORTEST_TICK_S = 0.001
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+#: The store's client reads these with C's `int`.
+ClientCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -54,6 +59,35 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     local_buffer_bytes: Size = 16 * _MIB
 
 
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the store's client behaves in this whole process: it reads all but `capture_log` from environment variables.
+
+    A variable that the operator set wins over the setting. Connectors of one process must agree on these (O8).
+    """
+
+    #: The least severe lines that the store's client writes to standard error (`MC_LOG_LEVEL`). At "INFO" it writes about 15
+    #: for each setup.
+    log_level: Literal["TRACE", "INFO", "WARNING", "ERROR"] = "ERROR"
+    #: Attempts to join the pool (`MC_STORE_CLIENT_SETUP_RETRIES`). When the master refuses, the client's own 20 hold the
+    #: interpreter lock for 90 seconds; one attempt takes 4.4.
+    setup_retries: ClientCount = 1
+    #: Milliseconds that the master may take for one answer (`MC_RPC_TIMEOUT_MS`). The client's own 30,000 outlast every
+    #: deadline of akv.
+    rpc_timeout_ms: ClientCount = 1500
+    #: Seconds, whole, that a peer may take to say that a transfer arrived (`MC_TCP_STATUS_TIMEOUT_SEC`). With the client's own
+    #: 30, a frozen peer holds a call for 30 to 62 seconds.
+    tcp_status_timeout_s: ClientCount = 3
+    #: Seconds, whole, that a transfer may stand still (`MC_TCP_PROGRESS_TIMEOUT_SEC`). The client's own are 30 here too, and
+    #: both must be short for a call to end early.
+    tcp_progress_timeout_s: ClientCount = 3
+    #: Transfer entries that may wait for one peer, over all threads (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`). Every buffer of
+    #: a scatter list is one; past the limit calls fail and the peer stays wedged, so it is the largest that the client takes.
+    tcp_max_queued_transfers_per_peer: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 65535
+    #: Whether the store client's lines on standard error become events of akv, so that they are neither lost nor mixed into
+    #: the server's own output.
+    capture_log: bool = True
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `open_connector()` takes: one model's cache and how it uses a pool. Frozen; unknown fields are refused by name."""
 
@@ -74,6 +108,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool: Literal["mooncake", "embedded"] = "mooncake"
     #: How this process joins the pool.
     store: StoreSettings = StoreSettings()
+    #: How the store's client behaves in this process.
+    client: ClientSettings = ClientSettings()
     #: Bytes of host memory between store and device, for each direction. Shared evenly by the loaders, and by the savers; each
     #: share must hold a page.
     staging_buffer_bytes: Size = _GIB
@@ -85,6 +121,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     probe_head: Count = 64
     #: Keys in each later probe. The store's client converts arguments under the interpreter lock: larger calls stall the loop.
     probe_chunk: Count = 1024
+    #: Probe calls of one lookup in flight at a time. Two, so that the store works while the loop reads the answer before.
+    probe_concurrency: Count = 2
+    #: Tokens of recent requests whose block hashes are kept in memory, so that a conversation's next turn hashes only what is
+    #: new. 0 keeps none.
+    recent_chains_tokens: Tokens = 2_000_000
     #: Seconds after which a lookup answers a miss.
     lookup_deadline_s: Seconds = 1.0
     #: Seconds from a load's dispatch after which it fails, and its request computes instead.
@@ -100,6 +141,52 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     save_backoff_s: Seconds = 0.1
     #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.
     poll_tick_s: Annotated[float, msgspec.Meta(ge=SHORTEST_TICK_S)] = SHORTEST_TICK_S
+
+
+#: The variable of each client setting. The store's client reads them at its first setup, once for the process.
+CLIENT_VARIABLES = {
+    "log_level": "MC_LOG_LEVEL",
+    "setup_retries": "MC_STORE_CLIENT_SETUP_RETRIES",
+    "rpc_timeout_ms": "MC_RPC_TIMEOUT_MS",
+    "tcp_status_timeout_s": "MC_TCP_STATUS_TIMEOUT_SEC",
+    "tcp_progress_timeout_s": "MC_TCP_PROGRESS_TIMEOUT_SEC",
+    "tcp_max_queued_transfers_per_peer": "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER",
+}
+
+#: What akv itself put in force for this process, by field. A global, because the variables are.
+_agreed: dict[str, Any] = {}
+#: Two loops in two threads may open connectors at the same time.
+_agreeing = threading.Lock()
+
+
+def prepare_client_environment(client: ClientSettings) -> dict[str, str]:
+    """Set the variables that the store's client reads, and return what is now in force, by variable.
+
+    A variable that is set already, by whoever started this process, is left as it is, and the setting behind it has no effect.
+    Call it before the first client's setup; calling it again with the same settings changes nothing. Raises SettingsError
+    (fault of whoever configured this process), and sets nothing, when an earlier call in this process set another value: the
+    store's clients of one process share these variables (O8).
+    """
+    wanted: dict[str, Any] = {name: getattr(client, name) for name in client.__struct_fields__}
+    with _agreeing:
+        for name, value in wanted.items():
+            variable = CLIENT_VARIABLES.get(name)
+            # Somebody changed the variable after akv had set it: that is the operator's own value from then on.
+            overruled = variable is not None and os.environ.get(variable) != str(_agreed.get(name))
+            if name in _agreed and value != _agreed[name] and not overruled:
+                raise SettingsError(
+                    f"client.{name}",
+                    value,
+                    f"an earlier connector of this process runs with {_agreed[name]!r}, and the store's clients share it",
+                    f"Give every connector of this process the same value: {_agreed[name]!r} here, or {value!r} there.",
+                )
+        for name, value in wanted.items():
+            variable = CLIENT_VARIABLES.get(name)
+            if variable is None or variable not in os.environ:
+                _agreed[name] = value
+                if variable is not None:
+                    os.environ[variable] = str(value)
+        return {variable: os.environ[variable] for variable in CLIENT_VARIABLES.values()}
 
 
 def check_settings(source: Settings | Mapping[str, Any]) -> Settings:
@@ -239,6 +326,7 @@ def _check_keys(settings: Settings) -> None:
 
 def _check_seconds(settings: Settings) -> None:
     for field in msgspec.structs.fields(Settings):
+        # Those of the client are whole numbers.
         if field.name.endswith("_s") and not math.isfinite(seconds := getattr(settings, field.name)):
             raise SettingsError(field.name, seconds, "a wait without an end could hold pages for ever", _fix_for(field))
 

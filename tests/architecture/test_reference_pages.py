@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from akv import observe
-from akv.settings import Settings, StoreSettings
+from akv.settings import ClientSettings, Settings, StoreSettings
 
+SECTIONS = (StoreSettings, ClientSettings)
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 SETTINGS_HEAD = """\
@@ -82,14 +83,15 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 def rows(kind: type, at: str) -> Iterator[str]:
     said = comments(kind)
     for field in msgspec.structs.fields(kind):
-        if field.type is not StoreSettings:
+        if field.type not in SECTIONS:
             yield f"| `{at}{field.name}` | {type_of(field.type)} | {default_of(field)} | {said[field.name]} |"
 
 
 def settings_page() -> str:
     head = ["| setting | type | default | meaning |", "|---|---|---|---|"]
     parts = [SETTINGS_HEAD, "## The connector", "", *head, *rows(Settings, ""), ""]
-    return "\n".join([*parts, "## The store", "", *head, *rows(StoreSettings, "store."), ""])
+    parts += ["## The store", "", *head, *rows(StoreSettings, "store."), ""]
+    return "\n".join([*parts, "## The store's client", "", *head, *rows(ClientSettings, "client."), ""])
 
 
 def events_page() -> str:
@@ -109,7 +111,7 @@ def test_the_page_is_what_the_code_says(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name]()
 
 
-@pytest.mark.parametrize("kind", [Settings, StoreSettings])
+@pytest.mark.parametrize("kind", [Settings, *SECTIONS])
 def test_every_setting_says_why_it_is_there(kind: type) -> None:
     said = comments(kind)
     for name in kind.__annotations__:

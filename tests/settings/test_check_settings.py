@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from akv.errors import SettingsError
-from akv.settings import SMALLEST_SEGMENT_BYTES, Settings, StoreSettings, check_settings, check_staging
+from akv.settings import SMALLEST_SEGMENT_BYTES, ClientSettings, Settings, StoreSettings, check_settings, check_staging
 
 #: The least that is valid.
 LEAST: dict[str, Any] = {"model_key": "a-model", "pool": "embedded"}
@@ -144,6 +144,18 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("savers", 0),
     ("probe_head", 0),
     ("probe_chunk", -5),
+    ("probe_concurrency", 0),
+    ("recent_chains_tokens", -1),
+    ("recent_chains_tokens", "2MiB"),
+    ("client", "loud"),
+    ("client.log_level", "error"),
+    ("client.setup_retries", 0),
+    ("client.rpc_timeout_ms", 1500.5),
+    ("client.rpc_timeout_ms", 2**31),
+    ("client.tcp_status_timeout_s", 0),
+    ("client.tcp_progress_timeout_s", 0.5),
+    ("client.tcp_max_queued_transfers_per_peer", 65536),
+    ("client.capture_log", "yes"),
     ("lookup_deadline_s", 0),
     ("lookup_deadline_s", "1s"),
     ("load_deadline_s", -1.0),
@@ -171,7 +183,8 @@ def test_each_ill_typed_setting_is_one_error_with_field_value_and_fix(field: str
 def test_the_table_of_ill_typed_settings_covers_every_setting() -> None:
     covered = {field for field, _ in ILL_TYPED}
     outer = {field.name for field in msgspec.structs.fields(Settings)}
-    inner = {f"store.{field.name}" for field in msgspec.structs.fields(StoreSettings)}
+    inner = {f"store.{name}" for name in StoreSettings.__struct_fields__}
+    inner |= {f"client.{name}" for name in ClientSettings.__struct_fields__}
     assert outer | inner == covered
 
 
