@@ -245,6 +245,14 @@ class SchedulerHalf:
                     f"request {record.request_id!r}, block {block}, group {group}: page {page} is not in the cache, which has "
                     f"{self._page_counts[group]} pages"
                 )
+        held = [page for page in pages if page != NO_PAGE]
+        if len(set(held)) < len(held):
+            # Two blocks of one page: at least one of them would be stored with the other's KV.
+            page = next(page for page in held if held.count(page) > 1)
+            raise EngineContractError(
+                f"request {record.request_id!r}, block {first + pages.index(page)}, group {group}: page {page} is also listed "
+                "for a later block; each block of a request has a page of its own"
+            )
         return pages
 
     def _end(self, plan: PassPlan, reason: str) -> Planned:

@@ -181,3 +181,16 @@ async def test_S2_a_request_that_ends_between_plan_and_pass_gets_nothing_queued(
         await kv.after_forward(plan)
     assert server.store.keys() == []
     assert server.left_behind() == []
+
+
+async def test_L6_two_blocks_of_one_page_are_refused_before_either_is_saved() -> None:
+    server = FakeServer()
+    async with server.open() as kv:
+        request = kv.open_request("r", TOKENS)
+        table = [list(pages) for pages in server.allocate(TOKENS)]
+        table[1][3] = table[1][1]
+        with pytest.raises(EngineContractError, match=r"'r', block 1, group 1: page \d+ is also listed"):
+            kv.plan_pass([part(request, 0, 18, table)])
+        # A block without a page is none of them, however many there are.
+        table[1][1] = table[1][3] = -1
+        assert blocks(kv.plan_pass([part(request, 0, 18, table)])) == [0, 2]
