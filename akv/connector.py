@@ -31,8 +31,6 @@ from akv.values.scope import EMPTY_SCOPE, Scope
 
 #: For each layer group, for each region: the tensor that holds it, first axis the page.
 Caches: TypeAlias = Sequence[Sequence[Any]]
-#: Probes at a time. Two help the store's client on large lookups, more do not (measured on 10,000 keys).
-PROBES = 2
 
 
 class Connector:
@@ -228,7 +226,7 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
     device = open_torch_device(layout, caches, stream)
     runner = ThreadRunner(
         {
-            CallKind.PROBE: PROBES,
+            CallKind.PROBE: settings.probe_concurrency,
             CallKind.GET: settings.loaders,
             CallKind.PUT: settings.savers,
             CallKind.COPY: settings.loaders + settings.savers,

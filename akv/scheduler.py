@@ -18,6 +18,7 @@ from akv.ownership.plans import Plans
 from akv.ownership.requests import Effect, LoadHold, RequestRecord, Requests
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.keys import KeySpace
+from akv.plan.recent_chains import RecentChains
 from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks
 from akv.plan.terms import terms_of
 from akv.plan.tokens import Tokens
@@ -73,12 +74,14 @@ class SchedulerHalf:
             groups=len(layout.groups),
             probe_head=settings.probe_head,
             probe_chunk=settings.probe_chunk,
+            probe_concurrency=settings.probe_concurrency,
             deadline_s=settings.lookup_deadline_s,
         )
         self._ended = ended
         #: What it expects of a worker half (D1).
         self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
         self._plans: Plans[Planned] = Plans()
+        self._recent = RecentChains(settings.recent_chains_tokens)
         self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s)
         #: The worker half's entries; set once, before the first request.
         self.accept_load: Callable[[LoadOrder], None]
@@ -89,6 +92,7 @@ class SchedulerHalf:
         """A request begins with its prompt's tokens. Raises TokenError, EngineContractError; then nothing was opened."""
         chain = Chain(scope_seed(scope), self._tokens_per_block)
         chain.append(tokens)
+        self._recent.adopt(chain)
         return self.requests.open(request_id, chain, reads_cache=reads_cache)
 
     async def lookup(self, record: RequestRecord, local_tokens: int) -> Offer:
@@ -98,6 +102,8 @@ class SchedulerHalf:
         if self._settings.role == "producer" or not record.reads_cache:
             answer = LookupAnswer(0, LookupOutcome.NOT_READING)
         else:
+            # Once more: since it was opened, a request that shares its prompt may have been hashed.
+            self._recent.adopt(record.chain)
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
             if answer.hole is not None:
                 # Evicted, or the pool was lost: whoever computes them saves them again.

@@ -1,4 +1,4 @@
-"""First step: how much of a prompt's KV the pool holds beyond what the engine has itself (L1, L2).
+"""First step: how much of a prompt's KV the pool holds beyond what the engine has itself (L1 to L4).
 
 `plan/lookup.py` decides what is asked and what the answers amount to, `plan/hashing.py` and `plan/keys.py` make the keys.
 """
@@ -6,13 +6,13 @@
 from collections.abc import Callable
 
 import msgspec
-from anyio import move_on_after
+from anyio import CancelScope, create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
 
 from akv.flow.calls import CallDesk
 from akv.plan.hashing import Chain
 from akv.plan.keys import KeySpace
-from akv.plan.lookup import LookupRange, lookup_range, offer_of, prefix_length, probe_batches
+from akv.plan.lookup import ProbeWalk, lookup_range, offer_of, prefix_length
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.pool import KeyState, PagePool
 from akv.values.offers import LookupOutcome
@@ -27,6 +27,7 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     probe_head: int
     probe_chunk: int
+    probe_concurrency: int
     deadline_s: float
 
 
@@ -51,34 +52,66 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
     if isinstance(asked, LookupOutcome):
         await checkpoint()
         return LookupAnswer(0, asked)
-    probed = [0]
-    with move_on_after(parts.deadline_s):
-        found, unavailable = await _found_blocks(parts, chain, asked, probed)
-        hole = asked.first + found if asked.first + found < asked.last else None
-        if unavailable and not found:
-            return LookupAnswer(0, LookupOutcome.UNAVAILABLE, probed[0], hole)
-        tokens, outcome = offer_of(asked, found)
-        return LookupAnswer(tokens, outcome, probed[0], hole)
-    return LookupAnswer(0, LookupOutcome.DEADLINE, probed[0])
+    search = _Search(ProbeWalk(asked, parts.groups, parts.probe_head, parts.probe_chunk))
+    with move_on_after(parts.deadline_s) as timer:
+        await _search_all(parts, chain, search)
+    if timer.cancelled_caught:
+        return LookupAnswer(0, LookupOutcome.DEADLINE, search.probed)
+    found = search.walk.found
+    hole = asked.first + found if asked.first + found < asked.last else None
+    if search.unavailable and not found:
+        return LookupAnswer(0, LookupOutcome.UNAVAILABLE, search.probed, hole)
+    tokens, outcome = offer_of(asked, found)
+    return LookupAnswer(tokens, outcome, search.probed, hole)
 
 
-async def _found_blocks(parts: LookupParts, chain: Chain, asked: LookupRange, probed: list[int]) -> tuple[int, bool]:
-    """Whole blocks found from the first asked one on, and whether the search ended because the pool gave no answer."""
-    found = 0
-    for blocks in probe_batches(asked.first, asked.last, parts.groups, parts.probe_head, parts.probe_chunk):
-        while chain.hash_up_to(blocks.stop, chain.slice_blocks) < blocks.stop:  # noqa: ASYNC110 - works in slices, waits for nothing
-            await checkpoint()
-        hashes = chain.hashes(blocks.start, blocks.stop)
-        keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
-        answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
-        probed[0] += len(keys)
-        there = [answer.state is KeyState.OK for answer in answers]
-        # Keys were asked group by group; a block counts if it is there in each (L2).
-        whole = prefix_length(zip(*(there[g * len(blocks) : (g + 1) * len(blocks)] for g in range(parts.groups)), strict=True))
-        found += whole
-        if whole < len(blocks):
-            return found, all(answer.state is KeyState.UNAVAILABLE for answer in answers)
-    return found, False
+class _Search:
+    """What one lookup has asked so far."""
+
+    def __init__(self, walk: ProbeWalk) -> None:
+        self.walk = walk
+        #: Keys that were asked for.
+        self.probed = 0
+        #: Whether some call got no answer at all.
+        self.unavailable = False
+
+
+async def _search_all(parts: LookupParts, chain: Chain, search: _Search) -> None:
+    """Ask for the head, then for the rest in several calls at a time, until no answer can change what was found (L3).
+
+    **Cancellation:** calls that are under way go on and touch nothing.
+    """
+    head = search.walk.next()
+    if head is not None:
+        await _ask(parts, chain, search, head)
+    if search.walk.settled:
+        return
+    async with create_task_group() as group:
+        for _ in range(parts.probe_concurrency):
+            group.start_soon(_ask_on, parts, chain, search, group.cancel_scope)
+
+
+async def _ask_on(parts: LookupParts, chain: Chain, search: _Search, all_of_them: CancelScope) -> None:
+    """Ask for one portion after the other; once the answer is settled, nobody waits for the others any more."""
+    while (blocks := search.walk.next()) is not None:
+        await _ask(parts, chain, search, blocks)
+        if search.walk.settled:
+            all_of_them.cancel()
+
+
+async def _ask(parts: LookupParts, chain: Chain, search: _Search, blocks: range) -> None:
+    while chain.hash_up_to(blocks.stop, chain.slice_blocks) < blocks.stop:  # noqa: ASYNC110 - works in slices, waits for nothing
+        await checkpoint()
+    hashes = chain.hashes(blocks.start, blocks.stop)
+    keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
+    search.probed += len(keys)
+    answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
+    there = [answer.state is KeyState.OK for answer in answers]
+    # Keys were asked group by group; a block counts if it is there in each (L2).
+    whole = prefix_length(zip(*(there[g * len(blocks) : (g + 1) * len(blocks)] for g in range(parts.groups)), strict=True))
+    search.walk.answered(blocks, whole)
+    if not whole and all(answer.state is KeyState.UNAVAILABLE for answer in answers):
+        search.unavailable = True
 
 
 def _probe(pool: PagePool, keys: list[str]) -> Callable[[], object]:

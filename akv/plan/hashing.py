@@ -71,6 +71,37 @@ class Chain:
         """Blocks to hash at a stretch so that the loop is held for less than a millisecond (L3): `at_most` of `hash_up_to`."""
         return max(1, _SLICE_BYTES // (self.tokens_per_block * TOKEN_BYTES + _BLOCK_OVERHEAD_BYTES))
 
+    @property
+    def start(self) -> bytes | None:
+        """What two chains that can share hashes have in common: seed, T, the first block. None below one block."""
+        size = self.tokens_per_block * TOKEN_BYTES
+        if len(self._encoded) < size:
+            return None
+        return self._seed + struct.pack("<Q", self.tokens_per_block) + self._encoded[:size]
+
+    def adopt(self, other: "Chain") -> None:
+        """Take over the hashes of the blocks that this chain shares with `other`, as far as `other` has hashed them (K7).
+
+        The tokens are compared. Raises ValueError for a chain of another seed or block size (a fault of akv).
+        """
+        if (self._seed, self.tokens_per_block) != (other._seed, other.tokens_per_block):
+            raise ValueError("chains of different scopes or block sizes share no hash")
+        size = self.tokens_per_block * TOKEN_BYTES
+        known = len(self._hashes)
+        blocks = min(self.hashable_blocks, len(other._hashes))
+        if blocks > known:
+            # From the first block that has no hash here: those before are this chain's own, and equal or not they are right.
+            # But a hash covers everything before it, so they have to be equal for the others to be of use.
+            if known and self._hashes[-1] != other._hashes[known - 1]:
+                return
+            shared = _shared_bytes(self._encoded, other._encoded, known * size, blocks * size, size) // size
+            self._hashes += other._hashes[known:shared]
+
+    def is_prefix_of(self, other: "Chain") -> bool:
+        """Whether every hash that this chain has is also one of `other`'s, and none of its whole blocks is without one."""
+        own = len(self._hashes)
+        return own == self.hashable_blocks <= len(other._hashes) and (not own or self._hashes[-1] == other._hashes[own - 1])
+
     def append(self, tokens: Tokens) -> None:
         """Append tokens that the engine has confirmed. A trailing run of `PLACEHOLDER` (-1) is not kept.
 
@@ -130,3 +161,21 @@ class Chain:
         """
         self.hash_up_to(hi)
         return self._hashes[lo:hi]
+
+
+def _shared_bytes(one: bytearray, other: bytearray, start: int, end: int, block: int) -> int:
+    """Where two encodings that are equal below `start` part, at the latest `end`, rounded down to whole blocks.
+
+    Compared in strides that grow while they are equal and shrink to one block where they are not, because most sequences
+    either part early or are equal to the end.
+    """
+    at, stride = start, 16 * block
+    while at < end:
+        stop = min(at + stride, end)
+        if one[at:stop] == other[at:stop]:
+            at, stride = stop, 4 * stride
+        elif stop - at <= block:
+            break
+        else:
+            stride = max(block, (stop - at) // block // 8 * block)
+    return at

@@ -80,3 +80,54 @@ def offer_of(asked: LookupRange, found_blocks: int) -> tuple[int, LookupOutcome]
     if not found_blocks:
         return 0, LookupOutcome.FULL_ATTENTION_MISS
     return found_blocks * asked.tokens_per_block, LookupOutcome.FULL
+
+
+class ProbeWalk:
+    """Which portion of a lookup is asked next, and what the answers amount to, in whatever order they come (L3).
+
+    The head is asked alone, so that a cold prompt costs one small call. Behind it portions may be asked at the same time; none
+    is asked beyond a hole that is known, and what was asked beyond it is of no interest any more.
+    """
+
+    def __init__(self, asked: LookupRange, groups: int, head: int, chunk: int) -> None:
+        """`head` and `chunk` as for `probe_batches`."""
+        self._asked = asked
+        self._portions = probe_batches(asked.first, asked.last, groups, head, chunk)
+        self._given = 0
+        self._answered = 0
+        #: Where each answered portion begins, with its blocks and how many of them are there whole from its first on.
+        self._whole: dict[int, tuple[int, int]] = {}
+        self._hole = asked.last
+
+    def next(self) -> range | None:
+        """The next portion to ask for; None if there is none now, which before the head's answer may change."""
+        if self._given and not self._answered:
+            return None
+        portion = next(self._portions, None)
+        if portion is None or portion.start >= self._hole:
+            return None
+        self._given += 1
+        return portion
+
+    def answered(self, portion: range, whole: int) -> None:
+        """Of the portion's blocks the first `whole` are there in every group."""
+        self._answered += 1
+        self._whole[portion.start] = (len(portion), whole)
+        if whole < len(portion):
+            self._hole = min(self._hole, portion.start + whole)
+
+    @property
+    def found(self) -> int:
+        """Blocks known to be there, from the first asked one on without a hole."""
+        at = self._asked.first
+        while (portion := self._whole.get(at)) is not None:
+            size, whole = portion
+            at += whole
+            if whole < size:
+                break
+        return at - self._asked.first
+
+    @property
+    def settled(self) -> bool:
+        """Whether no further answer can change `found`."""
+        return self._asked.first + self.found == self._hole

@@ -104,9 +104,61 @@ async def test_L3_a_cold_prompt_costs_one_small_call() -> None:
 async def test_L3_a_warm_prompt_is_asked_for_in_chunks_up_to_the_first_hole() -> None:
     server, tokens = FakeServer(), list(range(200))
     server.put_in_store(tokens, range(30))
-    offer = await offered(server, tokens=tokens, probe_head=4, probe_chunk=32)
+    offer = await offered(server, tokens=tokens, probe_head=4, probe_chunk=32, probe_concurrency=1)
     assert offer.tokens == 120
     assert [len(call.keys) for call in server.pool.calls] == [4, 32, 32]
+
+
+@pytest.mark.parametrize(("at_a_time", "rounds"), [(1, 12), (2, 6)])
+async def test_L3_chunks_behind_the_head_are_in_flight_together_and_no_more_than_allowed(at_a_time: int, rounds: int) -> None:
+    server, tokens = FakeServer(latency=Latency(probe_s=0.01)), list(range(200))
+    server.put_in_store(tokens)
+    async with server.open(probe_head=4, probe_chunk=8, probe_concurrency=at_a_time) as kv:
+        began = anyio.current_time()
+        assert (await kv.open_request("r", tokens).lookup()).tokens == 196
+        # The head alone, then 12 chunks of four blocks.
+        assert anyio.current_time() - began == pytest.approx(0.01 * (1 + rounds))
+    assert server.runner.most_running[CallKind.PROBE] == at_a_time
+
+
+async def test_L3_nobody_waits_for_what_lies_beyond_a_hole() -> None:
+    server, tokens = FakeServer(), list(range(200))
+    server.put_in_store(tokens, range(4))
+    async with server.open(probe_head=4, probe_chunk=8, probe_concurrency=2) as kv:
+        beyond = server.runner.hold(CallKind.PROBE, nth=3)
+        offer = await kv.open_request("r", tokens).lookup()
+        assert (offer.tokens, offer.outcome) == (16, LookupOutcome.FULL)
+        assert (beyond.holding, server.runner.outstanding()) == (1, 1)
+        assert anyio.current_time() == 0.0
+        beyond.release()
+
+
+@pytest.mark.parametrize("recent", [0, 10_000])
+async def test_K7_a_follow_up_turn_hashes_only_what_is_new(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = [0]
+    fresh = hashing._FRESH.copy
+
+    class Counted:
+        @staticmethod
+        def copy() -> Any:
+            hashed[0] += 1
+            return fresh()
+
+    monkeypatch.setattr(hashing, "_FRESH", Counted)
+    server, tokens = FakeServer(), list(range(200))
+    server.put_in_store(tokens)
+    async with server.open(recent_chains_tokens=recent) as kv:
+        hashed[0] = 0
+        first = await kv.open_request("r", tokens).lookup()
+        assert (first.tokens, hashed[0]) == (196, 49)
+        # Its last block is whole only now, and ten more have come.
+        second = await kv.open_request("s", [*tokens, *range(40)]).lookup()
+        assert second.tokens == 200
+        assert hashed[0] - 49 == (10 if recent else 59)
+        # Another tenant shares nothing, whatever the tokens are: the head of its prompt is hashed and missed.
+        before = hashed[0]
+        assert (await kv.open_request("t", tokens, Scope(salt="other")).lookup()).tokens == 0
+        assert hashed[0] - before == 32
 
 
 async def test_L3_hashing_gives_way_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
