@@ -20,7 +20,15 @@ from akv.errors import (
 )
 from akv.ports import Ports
 from akv.request import Load, Request
-from akv.settings import ClientSettings, Settings, StoreSettings, check_settings
+from akv.settings import (
+    ClientSettings,
+    ExplainedSettings,
+    Settings,
+    StoreSettings,
+    check_settings,
+    explain_settings,
+    read_settings,
+)
 from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import LoadState
@@ -38,6 +46,7 @@ __all__ = [
     "DependencyError",
     "DeviceError",
     "EngineContractError",
+    "ExplainedSettings",
     "LayerGroup",
     "Layout",
     "Load",
@@ -62,5 +71,7 @@ __all__ = [
     "StoreSettings",
     "TokenError",
     "check_settings",
+    "explain_settings",
     "open_connector",
+    "read_settings",
 ]

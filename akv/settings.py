@@ -1,146 +1,152 @@
-"""What a deployment decides, checked before anything is opened.
+"""What a deployment decides, read from wherever it was written, and checked before anything is opened.
 
-This is the one module that reads or sets environment variables, and reads files of settings. `msgspec` constructors check
-nothing, so whoever takes settings passes them through `check_settings()`, whatever they were built with.
+This is the one module that reads or sets environment variables, and reads files of settings. The structs stand in
+`akv/values/settings.py`, what is refused in `akv/settings_checks.py`, how each source spells a value in
+`akv/settings_sources.py`.
 """
 
-import difflib
-import math
 import os
-import re
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from akv.errors import SettingsError
+from akv.settings_checks import Refused, check_settings, check_staging, checked, is_section, setting_types
+from akv.settings_sources import (
+    CONFIG_VARIABLE,
+    MOONCAKE_VARIABLE,
+    Layer,
+    layer_of_mapping,
+    layer_of_mooncake,
+    layer_of_text,
+    layer_of_variables,
+    merge,
+)
+from akv.values.settings import SMALLEST_SEGMENT_BYTES, ClientSettings, Settings, StoreSettings
 
-_KIB = 1024
-_MIB = 1024**2
-_GIB = 1024**3
-#: The store counts in signed 64-bit integers.
-_LARGEST = 2**63 - 1
+__all__ = [
+    "CLIENT_VARIABLES",
+    "SMALLEST_SEGMENT_BYTES",
+    "ClientSettings",
+    "ExplainedSettings",
+    "Settings",
+    "StoreSettings",
+    "check_settings",
+    "check_staging",
+    "explain_settings",
+    "prepare_client_environment",
+    "read_settings",
+]
 
-#: Bytes per unit, for sizes written as strings. Binary only: what "GB" means differs from program to program (O5).
-BINARY_SUFFIXES = {"KiB": _KIB, "MiB": _MIB, "GiB": _GIB, "TiB": 1024**4}
-
-#: Bytes. The store mounts nothing smaller.
-SMALLEST_SEGMENT_BYTES = 16 * _MIB
-
-#: Seconds. Event loops wake no finer; uvloop returns at once from shorter sleeps, so a poll loop would spin.
-SHORTEST_TICK_S = 0.001
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
-Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-#: The store's client reads these with C's `int`.
-ClientCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How this process joins the pool."""
-
-    #: "host:port" of the pool's master. Required with pool "mooncake"; stays empty with "embedded", which starts its own.
-    master_address: str = ""
-    #: The name or address under which other processes of the pool reach this one. Loopback serves one machine only.
-    local_hostname: Name = "127.0.0.1"
-    #: The transport between processes. "rdma" needs registered memory and a device; "tcp" needs neither.
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    #: RDMA devices, comma separated; empty lets the store choose. Unused with "tcp".
-    device_name: str = ""
-    #: Where the store's clients find each other. The default asks peers directly and needs no further server.
-    metadata_server: Name = "P2PHANDSHAKE"
-    #: Bytes of memory that this process lends to the pool. 0 for none, else at least 16 MiB: the store mounts nothing smaller.
-    segment_bytes: Size = _GIB
-    #: Bytes of the store client's own scratch memory. Pages never pass through it, so little is enough.
-    local_buffer_bytes: Size = 16 * _MIB
+#: Where a setting's value comes from that nobody gave.
+DEFAULT = "default"
 
 
-class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the store's client behaves in this whole process: it reads all but `capture_log` from environment variables.
+class ExplainedSettings(msgspec.Struct, frozen=True):
+    """Settings, and where each of them was found."""
 
-    A variable that the operator set wins over the setting. Connectors of one process must agree on these (O8).
+    settings: Settings
+    #: By dotted name, for every setting: "default", a file and line, a variable, or "argument".
+    sources: dict[str, str]
+    #: What was read and has no effect, one sentence each.
+    notes: tuple[str, ...]
+
+    def value(self, name: str) -> Any:
+        """The value of the setting of that dotted name."""
+        value: Any = self.settings
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+def read_settings(
+    path: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Settings from where deployments write them, checked. A later source wins, setting by setting:
+
+    1. the defaults,
+    2. the JSON file of Mooncake's own that MOONCAKE_CONFIG_PATH names: it fills `store.*`, unless the pool is embedded,
+    3. akv's file, TOML or JSON by its suffix: `path`, else what AKV_CONFIG names, else none,
+    4. the AKV_ variables, "__" before a field of a section: AKV_MODEL_KEY, AKV_STORE__MASTER_ADDRESS,
+    5. `overrides`: nested as in a file, or by dotted name.
+
+    What was written for akv wins over what was written for every user of the store. An empty AKV_CONFIG or
+    MOONCAKE_CONFIG_PATH counts as unset. `environ` stands in for the process's environment; `{}` is none.
+
+    Raises SettingsError (fault of whoever configured this): one error, which names the field, the value, where it was found
+    and what to write instead. Reads each file once and remembers nothing.
     """
-
-    #: The least severe lines that the store's client writes to standard error (`MC_LOG_LEVEL`). At "INFO" it writes about 15
-    #: for each setup.
-    log_level: Literal["TRACE", "INFO", "WARNING", "ERROR"] = "ERROR"
-    #: Attempts to join the pool (`MC_STORE_CLIENT_SETUP_RETRIES`). When the master refuses, the client's own 20 hold the
-    #: interpreter lock for 90 seconds; one attempt takes 4.4.
-    setup_retries: ClientCount = 1
-    #: Milliseconds that the master may take for one answer (`MC_RPC_TIMEOUT_MS`). The client's own 30,000 outlast every
-    #: deadline of akv.
-    rpc_timeout_ms: ClientCount = 1500
-    #: Seconds, whole, that a peer may take to say that a transfer arrived (`MC_TCP_STATUS_TIMEOUT_SEC`). With the client's own
-    #: 30, a frozen peer holds a call for 30 to 62 seconds.
-    tcp_status_timeout_s: ClientCount = 3
-    #: Seconds, whole, that a transfer may stand still (`MC_TCP_PROGRESS_TIMEOUT_SEC`). The client's own are 30 here too, and
-    #: both must be short for a call to end early.
-    tcp_progress_timeout_s: ClientCount = 3
-    #: Transfer entries that may wait for one peer, over all threads (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`). Every buffer of
-    #: a scatter list is one; past the limit calls fail and the peer stays wedged, so it is the largest that the client takes.
-    tcp_max_queued_transfers_per_peer: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 65535
-    #: Whether the store client's lines on standard error become events of akv, so that they are neither lost nor mixed into
-    #: the server's own output.
-    capture_log: bool = True
+    return explain_settings(path, environ=environ, overrides=overrides).settings
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `open_connector()` takes: one model's cache and how it uses a pool. Frozen; unknown fields are refused by name."""
+def explain_settings(
+    path: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ExplainedSettings:
+    """As `read_settings`, with the source of every value and what was ignored."""
+    environ = os.environ if environ is None else environ
+    layers = [
+        _own_file(path, environ),
+        layer_of_variables(environ),
+        layer_of_mapping(overrides or {}, lambda _: "argument"),
+    ]
+    foreign, notes = _foreign_file(environ, pool=merge(layers)[0].get("pool"))
+    tree, sources = merge([foreign, *layers])
+    try:
+        settings = checked(tree)
+    except Refused as refused:
+        raise refused.error(sources.get(refused.field, "")) from refused.__cause__
+    names = [name for name, kind in setting_types() if not is_section(kind)]
+    return ExplainedSettings(settings, {name: sources.get(name, DEFAULT) for name in names}, notes)
 
-    #: Names the weights, and stands in every page's key: two models with one name would answer from each other's cache.
-    #: Required, and never guessed from a path.
-    model_key: Name
-    #: The first part of every key. Separates deployments that share a pool; it hides nothing from anybody.
-    namespace: Name = "akv1"
-    #: The weights' revision, part of every key. Empty if the model key says it all.
-    revision: str = ""
-    #: True leaves the layout's fingerprint out of the keys. Whoever sets it vouches that equal names have equal layouts.
-    pin_model_key: bool = False
-    #: "producer" saves, "consumer" loads, "both" does both.
-    role: Literal["both", "producer", "consumer"] = "both"
-    #: "async": a request waits outside the batch while its pages load, and the others go on computing.
-    load_mode: Literal["async"] = "async"
-    #: "mooncake" joins a running pool; "embedded" starts a master of its own on loopback, which ends with this process.
-    pool: Literal["mooncake", "embedded"] = "mooncake"
-    #: How this process joins the pool.
-    store: StoreSettings = StoreSettings()
-    #: How the store's client behaves in this process.
-    client: ClientSettings = ClientSettings()
-    #: Bytes of host memory between store and device, for each direction. Shared evenly by the loaders, and by the savers; each
-    #: share must hold a page.
-    staging_buffer_bytes: Size = _GIB
-    #: Loads that move pages at a time. Two, so that one scatters to the device while the other waits for the store.
-    loaders: Count = 2
-    #: Saves that move pages at a time.
-    savers: Count = 1
-    #: Keys in a lookup's first probe. Small, so that a prompt which nobody has cached costs one small call.
-    probe_head: Count = 64
-    #: Keys in each later probe. The store's client converts arguments under the interpreter lock: larger calls stall the loop.
-    probe_chunk: Count = 1024
-    #: Probe calls of one lookup in flight at a time. Two, so that the store works while the loop reads the answer before.
-    probe_concurrency: Count = 2
-    #: Tokens of recent requests whose block hashes are kept in memory, so that a conversation's next turn hashes only what is
-    #: new. 0 keeps none.
-    recent_chains_tokens: Tokens = 2_000_000
-    #: Seconds after which a lookup answers a miss.
-    lookup_deadline_s: Seconds = 1.0
-    #: Seconds from a load's dispatch after which it fails, and its request computes instead.
-    load_deadline_s: Seconds = 5.0
-    #: Seconds that leaving the connector may take in all. What the store still holds then is kept alive and reported.
-    shutdown_deadline_s: Seconds = 10.0
-    #: True registers an `atexit` guard that waits for outstanding store calls and, if one never returns, leaves without
-    #: finalising. False gives the exit to the application: a thread inside the store then aborts the process (SIGABRT).
-    exit_guard: bool = True
-    #: Whether blocks that decoding completes are saved too, so that the next turn of a conversation finds them.
-    save_generated: bool = True
-    #: Seconds before blocks that the pool refused are offered to it again.
-    save_backoff_s: Seconds = 0.1
-    #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.
-    poll_tick_s: Annotated[float, msgspec.Meta(ge=SHORTEST_TICK_S)] = SHORTEST_TICK_S
+
+def _own_file(path: str | Path | None, environ: Mapping[str, str]) -> Layer:
+    field = "path" if path is not None else CONFIG_VARIABLE
+    path = str(path) if path is not None else environ.get(CONFIG_VARIABLE, "")
+    if not path and field == CONFIG_VARIABLE:
+        return {}
+    if not path.lower().endswith((".toml", ".json")):
+        raise SettingsError(
+            field, path, "akv reads TOML and JSON, and tells them apart by the suffix", "Name it *.toml or *.json."
+        )
+    text = _text_of(path, field)
+    try:
+        return layer_of_text(text, path)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(field, path, f"the file cannot be parsed: {error}", "Mend the file there.") from error
+
+
+def _foreign_file(environ: Mapping[str, str], *, pool: object) -> tuple[Layer, tuple[str, ...]]:
+    """Mooncake's own file, if there is one and it can matter, and what of it has no effect."""
+    path = environ.get(MOONCAKE_VARIABLE, "")
+    if not path:
+        return {}, ()
+    if pool == "embedded":
+        return {}, (f"{MOONCAKE_VARIABLE} is not read: an embedded pool joins no other.",)
+    text = _text_of(path, MOONCAKE_VARIABLE)
+    try:
+        layer, ignored = layer_of_mooncake(text, path)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(MOONCAKE_VARIABLE, path, f"the file cannot be parsed: {error}", "Mend the file there.") from error
+    return layer, ((f"Fields of {path} that mean nothing to akv: {', '.join(ignored)}.",) if ignored else ())
+
+
+def _text_of(path: str, field: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingsError(field, path, f"the file is not UTF-8 text: {error.reason}", "Save it as UTF-8.") from error
+    except OSError as error:
+        why = f"the file cannot be read: {error.strerror or error}"
+        raise SettingsError(field, path, why, "Give the path of a file that this user may read.") from error
 
 
 #: The variable of each client setting. The store's client reads them at its first setup, once for the process.
@@ -187,178 +193,3 @@ def prepare_client_environment(client: ClientSettings) -> dict[str, str]:
                 if variable is not None:
                     os.environ[variable] = str(value)
         return {variable: os.environ[variable] for variable in CLIENT_VARIABLES.values()}
-
-
-def check_settings(source: Settings | Mapping[str, Any]) -> Settings:
-    """Return settings that are complete, well typed and consistent, from a mapping (parsed TOML, say) or from a `Settings`.
-
-    Sizes, the fields named `*_bytes`, are integers or strings with a binary suffix ("512MiB"); they come out as integers.
-    Raises SettingsError (fault of whoever configured this): the first field that is wrong, by its dotted name, what was found
-    there, and what to write instead. Opens, reads and remembers nothing.
-    """
-    settings: Settings = _build(Settings, source, at="")
-    _check_keys(settings)
-    _check_seconds(settings)
-    _check_pool(settings)
-    return settings
-
-
-def check_staging(settings: Settings, largest_page_bytes: int) -> None:
-    """Refuse staging whose shares hold no page: such a loader or saver could never move one.
-
-    Raises SettingsError naming `staging_buffer_bytes` and the least that would do. Takes settings that are checked already.
-    """
-    sharers = max(settings.loaders, settings.savers)
-    least = sharers * largest_page_bytes
-    if settings.staging_buffer_bytes < least:
-        raise SettingsError(
-            "staging_buffer_bytes",
-            settings.staging_buffer_bytes,
-            f"{sharers} shares of it hold no page of {largest_page_bytes} bytes each",
-            f"Give at least {least} bytes, or fewer loaders and savers.",
-        )
-
-
-def _build(kind: type[Any], source: object, *, at: str) -> Any:
-    """A checked `kind` from a mapping, or from an instance that nothing has checked. `at` is the dotted name so far."""
-    if isinstance(source, kind):
-        source = {name: getattr(source, name) for name in kind.__struct_fields__}
-    if not isinstance(source, Mapping):
-        raise SettingsError(at or "settings", source, f"expected names and values, got {_kind_of(source)}", "Give a mapping.")
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    for name in source:
-        if name not in fields:
-            _refuse_unknown(_dotted(at, str(name)), source[name])
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        where = _dotted(at, name)
-        if name in source:
-            values[name] = _value(field, source[name], where)
-        elif field.required:
-            raise SettingsError(where, None, "it is required and missing", _fix_for(field))
-    return kind(**values)
-
-
-def _value(field: msgspec.structs.FieldInfo, found: object, where: str) -> object:
-    if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-        return _build(field.type, found, at=where)
-    if field.name.endswith("_bytes") and isinstance(found, str):
-        found = _size_from_text(found, where)
-    try:
-        return msgspec.convert(found, type=field.type)
-    except msgspec.ValidationError as error:
-        why = str(error).replace("`", "")
-        raise SettingsError(where, found, why[0].lower() + why[1:], _fix_for(field)) from error
-
-
-def _size_from_text(text: str, where: str) -> int:
-    parts = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]+)\s*", text, flags=re.ASCII)
-    if parts and parts[2] in BINARY_SUFFIXES:
-        return int(parts[1]) * BINARY_SUFFIXES[parts[2]]
-    if parts and (meant := {name[0].lower(): name for name in BINARY_SUFFIXES}.get(parts[2][0].lower())):
-        raise SettingsError(
-            where,
-            text,
-            f"{parts[2]!r} means a power of 1000 to some programs and of 1024 to others, so no two sizes could be compared",
-            f"Write '{parts[1]}{meant}', or the number of bytes.",
-        )
-    raise SettingsError(
-        where,
-        text,
-        f"a size is a whole number of bytes, as an integer or with one of {', '.join(BINARY_SUFFIXES)} behind it",
-        "Write '512MiB', say, or 536870912.",
-    )
-
-
-def _refuse_unknown(where: str, value: object) -> NoReturn:
-    # Compared without the path, so that a right name at the wrong level ("segment_bytes") finds its place too.
-    known = {_last(name): name for name in _names(Settings)}
-    close = difflib.get_close_matches(_last(where), known, n=1)
-    fix = f"Did you mean {known[close[0]]!r}?" if close else f"Known settings: {', '.join(known.values())}."
-    raise SettingsError(where, value, "there is no such setting", fix)
-
-
-def _names(kind: type[Any], at: str = "") -> Iterator[str]:
-    for field in msgspec.structs.fields(kind):
-        where = _dotted(at, field.name)
-        yield where
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _names(field.type, where)
-
-
-def _last(dotted: str) -> str:
-    return dotted.rpartition(".")[2]
-
-
-def _dotted(at: str, name: str) -> str:
-    return f"{at}.{name}" if at else name
-
-
-def _kind_of(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
-
-
-def _fix_for(field: msgspec.structs.FieldInfo) -> str:
-    """What to write instead, from the field's type and the unit in its name."""
-    kind: Any = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
-    if field.name == "model_key":
-        return "Name the weights, 'meta-llama/Llama-3.1-8B-Instruct' say; every server that shares pages uses the same name."
-    if get_origin(kind) is Literal:
-        return f"Write one of: {', '.join(repr(choice) for choice in get_args(kind))}."
-    if field.name.endswith("_bytes"):
-        return "Write a number of bytes, or a string with a binary suffix: '512MiB'."
-    if field.name.endswith("_s"):
-        return f"Write seconds, as {field.default!r} is, or leave it out."
-    return f"Write {'true or false' if kind is bool else f'a value such as {field.default!r}'}, or leave it out."
-
-
-def _check_keys(settings: Settings) -> None:
-    """The parts of a page's key: they are percent-encoded from UTF-8, so they must have such an encoding."""
-    for name in ("model_key", "namespace", "revision"):
-        text: str = getattr(settings, name)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise SettingsError(name, text, "it is not valid Unicode text (a lone surrogate)", "Write it anew.") from error
-        if text and not text.strip():
-            raise SettingsError(name, text, "it is blank, and it is a part of every key", "Write a readable name.")
-
-
-def _check_seconds(settings: Settings) -> None:
-    for field in msgspec.structs.fields(Settings):
-        # Those of the client are whole numbers.
-        if field.name.endswith("_s") and not math.isfinite(seconds := getattr(settings, field.name)):
-            raise SettingsError(field.name, seconds, "a wait without an end could hold pages for ever", _fix_for(field))
-
-
-def _check_pool(settings: Settings) -> None:
-    store = settings.store
-    if settings.pool == "mooncake":
-        host, colon, port = store.master_address.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            raise SettingsError(
-                "store.master_address",
-                store.master_address,
-                "pool 'mooncake' joins a running pool, at its master's host:port",
-                "Write the address, '10.0.0.1:50051' say, or use pool 'embedded'.",
-            )
-    elif store.master_address:
-        raise SettingsError(
-            "store.master_address",
-            store.master_address,
-            "pool 'embedded' starts a master of its own",
-            "Leave it out, or use pool 'mooncake'.",
-        )
-    if settings.pool == "embedded" and not store.segment_bytes:
-        raise SettingsError(
-            "store.segment_bytes", 0, "an embedded pool has no other memory", "Lend at least 16 MiB, '1GiB' say."
-        )
-    if 0 < store.segment_bytes < SMALLEST_SEGMENT_BYTES:
-        raise SettingsError(
-            "store.segment_bytes",
-            store.segment_bytes,
-            f"the store mounts no segment below {SMALLEST_SEGMENT_BYTES} bytes",
-            "Lend at least 16 MiB, or 0 for nothing.",
-        )
-    if settings.staging_buffer_bytes < max(settings.loaders, settings.savers):
-        check_staging(settings, largest_page_bytes=1)

@@ -1,9 +1,6 @@
 """The reference pages say what the code says. Run as a script, with akv installed, this file writes them anew."""
 
-import re
-import textwrap
 from collections.abc import Callable, Iterator
-from inspect import getsource
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -11,6 +8,7 @@ import msgspec
 import pytest
 
 from akv import observe
+from akv.cli.config.describe import comments
 from akv.settings import ClientSettings, Settings, StoreSettings
 
 SECTIONS = (StoreSettings, ClientSettings)
@@ -21,8 +19,11 @@ SETTINGS_HEAD = """\
 
 What `akv.open_connector()` takes as its first argument: an `akv.Settings`, or a mapping with the same names (a parsed TOML
 file, say). Everything is checked before anything is opened; the first mistake raises one `SettingsError` that names the field,
-what was found there, and what to write instead. Unknown names are refused with the closest known one. akv reads no file and no
-environment variable of its own.
+what was found there, and what to write instead. Unknown names are refused with the closest known one.
+
+`akv.read_settings()` reads them from files and environment variables. A setting's variable is its name in capitals:
+`AKV_LOADERS`, and `AKV_STORE__MASTER_ADDRESS` in a section. [How to configure akv](../how-to/configure.md) says which source
+wins.
 
 Sizes, the settings named `*_bytes`, are integers in bytes, or strings with a binary suffix: `"512MiB"`; KiB, MiB, GiB and TiB
 are known. GB and its like are refused, because what they mean differs from program to program. Settings named `*_s` are in
@@ -42,18 +43,6 @@ Units are in the names of the fields (`_s`: seconds, `bytes`: bytes). An event w
 
 No event holds prompt text, token values or salts. Page keys stand in events of level debug only.
 """
-
-
-def comments(kind: type) -> dict[str, str]:
-    """Each field's `#:` comment, from the source."""
-    found: dict[str, str] = {}
-    said: list[str] = []
-    for line in textwrap.dedent(getsource(kind)).splitlines():
-        if comment := re.fullmatch(r"\s*#: ?(.*)", line):
-            said.append(comment[1])
-        elif field := re.match(r"    (\w+): ", line):
-            found[field[1]], said = " ".join(said), []
-    return found
 
 
 def type_of(annotated: Any) -> str:

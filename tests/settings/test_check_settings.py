@@ -141,6 +141,7 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("loaders", 2**63),
     ("loaders", True),
     ("loaders", "2"),
+    ("max_parked_loads", 0),
     ("savers", 0),
     ("probe_head", 0),
     ("probe_chunk", -5),
@@ -204,7 +205,7 @@ def test_a_settings_object_with_a_size_as_text_comes_out_as_bytes() -> None:
 def test_what_is_no_mapping_is_refused(source: Any) -> None:
     error = refused(source)
     assert error.field == "settings"
-    assert error.value is source
+    assert error.value == source
 
 
 @pytest.mark.parametrize("address", ["", "master", "master:", ":50051", "master:0", "master:65536", "master:port", "a:\u0665"])

@@ -1,0 +1,1 @@
+"""`akv config`: settings checked, explained and described before a server starts with them."""

@@ -1,0 +1,133 @@
+"""What a deployment decides: one tree of frozen structs.
+
+Constructing one checks nothing: `akv.settings_checks.check_settings()` does. The comments are the reference: `docs/reference`,
+`akv config explain` and `akv config schema` show them.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+_MIB = 1024**2
+_GIB = 1024**3
+#: The store counts in signed 64-bit integers.
+_LARGEST = 2**63 - 1
+
+#: Bytes. The store mounts nothing smaller.
+SMALLEST_SEGMENT_BYTES = 16 * _MIB
+
+#: Seconds. Event loops wake no finer; uvloop returns at once from shorter sleeps, so a poll loop would spin.
+SHORTEST_TICK_S = 0.001
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+#: The store's client reads these with C's `int`.
+ClientCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How this process joins the pool."""
+
+    #: "host:port" of the pool's master. Required with pool "mooncake"; stays empty with "embedded", which starts its own.
+    master_address: str = ""
+    #: The name or address under which other processes of the pool reach this one. Loopback serves one machine only.
+    local_hostname: Name = "127.0.0.1"
+    #: The transport between processes. "rdma" needs registered memory and a device; "tcp" needs neither.
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    #: RDMA devices, comma separated; empty lets the store choose. Unused with "tcp".
+    device_name: str = ""
+    #: Where the store's clients find each other. The default asks peers directly and needs no further server.
+    metadata_server: Name = "P2PHANDSHAKE"
+    #: Bytes of memory that this process lends to the pool. 0 for none, else at least 16 MiB: the store mounts nothing smaller.
+    segment_bytes: Size = _GIB
+    #: Bytes of the store client's own scratch memory. Pages never pass through it, so little is enough.
+    local_buffer_bytes: Size = 16 * _MIB
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the store's client behaves in this whole process: it reads all but `capture_log` from environment variables.
+
+    A variable that the operator set wins over the setting. Connectors of one process must agree on these (O8).
+    """
+
+    #: The least severe lines that the store's client writes to standard error (`MC_LOG_LEVEL`). At "INFO" it writes about 15
+    #: for each setup.
+    log_level: Literal["TRACE", "INFO", "WARNING", "ERROR"] = "ERROR"
+    #: Attempts to join the pool (`MC_STORE_CLIENT_SETUP_RETRIES`). When the master refuses, the client's own 20 hold the
+    #: interpreter lock for 90 seconds; one attempt takes 4.4.
+    setup_retries: ClientCount = 1
+    #: Milliseconds that the master may take for one answer (`MC_RPC_TIMEOUT_MS`). The client's own 30,000 outlast every
+    #: deadline of akv.
+    rpc_timeout_ms: ClientCount = 1500
+    #: Seconds, whole, that a peer may take to say that a transfer arrived (`MC_TCP_STATUS_TIMEOUT_SEC`). With the client's own
+    #: 30, a frozen peer holds a call for 30 to 62 seconds.
+    tcp_status_timeout_s: ClientCount = 3
+    #: Seconds, whole, that a transfer may stand still (`MC_TCP_PROGRESS_TIMEOUT_SEC`). The client's own are 30 here too, and
+    #: both must be short for a call to end early.
+    tcp_progress_timeout_s: ClientCount = 3
+    #: Transfer entries that may wait for one peer, over all threads (`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER`). Every buffer of
+    #: a scatter list is one; past the limit calls fail and the peer stays wedged, so it is the largest that the client takes.
+    tcp_max_queued_transfers_per_peer: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 65535
+    #: Whether the store client's lines on standard error become events of akv, so that they are neither lost nor mixed into
+    #: the server's own output.
+    capture_log: bool = True
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `open_connector()` takes: one model's cache and how it uses a pool. Frozen; unknown fields are refused by name."""
+
+    #: Names the weights, and stands in every page's key: two models with one name would answer from each other's cache.
+    #: Required, and never guessed from a path.
+    model_key: Name
+    #: The first part of every key. Separates deployments that share a pool; it hides nothing from anybody.
+    namespace: Name = "akv1"
+    #: The weights' revision, part of every key. Empty if the model key says it all.
+    revision: str = ""
+    #: True leaves the layout's fingerprint out of the keys. Whoever sets it vouches that equal names have equal layouts.
+    pin_model_key: bool = False
+    #: "producer" saves, "consumer" loads, "both" does both.
+    role: Literal["both", "producer", "consumer"] = "both"
+    #: "async": a request waits outside the batch while its pages load, and the others go on computing.
+    load_mode: Literal["async"] = "async"
+    #: "mooncake" joins a running pool; "embedded" starts a master of its own on loopback, which ends with this process.
+    pool: Literal["mooncake", "embedded"] = "mooncake"
+    #: How this process joins the pool.
+    store: StoreSettings = StoreSettings()
+    #: How the store's client behaves in this process.
+    client: ClientSettings = ClientSettings()
+    #: Bytes of host memory between store and device, for each direction. Shared evenly by the loaders, and by the savers; each
+    #: share must hold a page.
+    staging_buffer_bytes: Size = _GIB
+    #: Loads that move pages at a time. Two, so that one scatters to the device while the other waits for the store.
+    loaders: Count = 2
+    #: Loads that may wait or run at a time. Beyond it lookups offer nothing: computing is sooner than the end of such a queue.
+    max_parked_loads: Count = 256
+    #: Saves that move pages at a time.
+    savers: Count = 1
+    #: Keys in a lookup's first probe. Small, so that a prompt which nobody has cached costs one small call.
+    probe_head: Count = 64
+    #: Keys in each later probe. The store's client converts arguments under the interpreter lock: larger calls stall the loop.
+    probe_chunk: Count = 1024
+    #: Probe calls of one lookup in flight at a time. Two, so that the store works while the loop reads the answer before.
+    probe_concurrency: Count = 2
+    #: Tokens of recent requests whose block hashes are kept in memory, so that a conversation's next turn hashes only what is
+    #: new. 0 keeps none.
+    recent_chains_tokens: Tokens = 2_000_000
+    #: Seconds after which a lookup answers a miss.
+    lookup_deadline_s: Seconds = 1.0
+    #: Seconds from a load's dispatch after which it fails, and its request computes instead.
+    load_deadline_s: Seconds = 5.0
+    #: Seconds that leaving the connector may take in all. What the store still holds then is kept alive and reported.
+    shutdown_deadline_s: Seconds = 10.0
+    #: True registers an `atexit` guard that waits for outstanding store calls and, if one never returns, leaves without
+    #: finalising. False gives the exit to the application: a thread inside the store then aborts the process (SIGABRT).
+    exit_guard: bool = True
+    #: Whether blocks that decoding completes are saved too, so that the next turn of a conversation finds them.
+    save_generated: bool = True
+    #: Seconds before blocks that the pool refused are offered to it again.
+    save_backoff_s: Seconds = 0.1
+    #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.
+    poll_tick_s: Annotated[float, msgspec.Meta(ge=SHORTEST_TICK_S)] = SHORTEST_TICK_S
