@@ -33,6 +33,7 @@ from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import LoadState
 from akv.values.offers import LookupOutcome, Offer
+from akv.values.pressure import Pressure, StagingPressure
 from akv.values.requests import LoadCompleted, SavesCompleted, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
 
@@ -61,6 +62,7 @@ __all__ = [
     "PageIndex",
     "PoolError",
     "Ports",
+    "Pressure",
     "Region",
     "Request",
     "SavesCompleted",
@@ -68,6 +70,7 @@ __all__ = [
     "Scope",
     "Settings",
     "SettingsError",
+    "StagingPressure",
     "StoreSettings",
     "TokenError",
     "check_settings",

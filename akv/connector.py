@@ -26,6 +26,7 @@ from akv.services.notices import Changed
 from akv.settings import Settings, check_settings, check_staging
 from akv.values.layout import Layout, check_layout
 from akv.values.messages import PassPlan
+from akv.values.pressure import Pressure
 from akv.values.requests import Completion, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
 
@@ -84,6 +85,11 @@ class Connector:
         """
         self._halves.latch.check()
         return self._halves.fetch()
+
+    def pressure(self) -> Pressure:
+        """How busy the connector is, for admission (V4). A snapshot; changes nothing."""
+        self._halves.latch.check()
+        return self._halves.worker.pressure(self._halves.calls)
 
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """Plan the saves of one coming pass. Changes no request and no mark: a plan that never runs leaves no trace (S2).

@@ -79,15 +79,16 @@ class Request:
         with self._halves.latch.ending_waits():
             return await self._halves.scheduler.lookup(self._record, local_tokens)
 
-    def reserve(self, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]]) -> Load:
+    def reserve(self, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]], *, priority: int = 0) -> Load:
         """Take up an offer: hand over the pages of its first `honoured_tokens` tokens, a multiple of T, to be filled.
 
         `pages` is the request's page table for each layer group: entry i is the page of block i, -1 for none. From here to the
-        terminal state the pages behind the local match are the connector's: they must not be read, freed or reused. Raises
-        EngineContractError naming request, group and block; then nothing was taken (L6).
+        terminal state the pages behind the local match are the connector's: they must not be read, freed or reused. Of queued
+        loads those with the larger `priority` go first, equal ones in order (V4). Raises EngineContractError naming request,
+        group and block; then nothing was taken (L6).
         """
         self._halves.latch.check()
-        hold = self._halves.scheduler.reserve(self._record, offer, honoured_tokens, pages)
+        hold = self._halves.scheduler.reserve(self._record, offer, honoured_tokens, pages, priority)
         self._load_ids.append(hold.load_id)
         return Load(self._halves, hold, self.request_id)
 

@@ -7,7 +7,9 @@ the messages of `values/messages.py`. What ends is told through the three callab
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 from anyio import current_time
+from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.errors import EngineContractError
@@ -99,8 +101,9 @@ class SchedulerHalf:
         """Ask the pool. Moves no mark and may be repeated (L5)."""
         self.requests.must_be_open(record, "look up")
         began = current_time()
-        if self._settings.role == "producer" or not record.reads_cache:
-            answer = LookupAnswer(0, LookupOutcome.NOT_READING)
+        if (nothing := self._offers_nothing(record)) is not None:
+            await checkpoint()
+            answer = LookupAnswer(0, nothing)
         else:
             # Once more: since it was opened, a request that shares its prompt may have been hashed.
             self._recent.adopt(record.chain)
@@ -128,10 +131,12 @@ class SchedulerHalf:
             tokens_per_block=self._tokens_per_block,
         )
 
-    def reserve(self, record: RequestRecord, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]]) -> LoadHold:
+    def reserve(
+        self, record: RequestRecord, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]], priority: int
+    ) -> LoadHold:
         """Settle the engine's answer to an offer, and hand the pages to the worker half."""
         order, hold = reserve(self.requests, record, offer, honoured_tokens, pages, self._page_counts, self._tokens_per_block)
-        self.accept_load(order)
+        self.accept_load(msgspec.structs.replace(order, priority=priority))
         return hold
 
     def plan(self, scheduled: Iterable[Scheduled]) -> PassPlan:
@@ -194,6 +199,13 @@ class SchedulerHalf:
                     self.accept_saves([effect])
                 case LoadHold() | SavesCompleted():
                     self._ended(effect)
+
+    def _offers_nothing(self, record: RequestRecord) -> LookupOutcome | None:
+        """Why a lookup of this request does not ask the pool; None if it does."""
+        if self._settings.role == "producer" or not record.reads_cache:
+            return LookupOutcome.NOT_READING
+        parked = sum(other.load is not None for other in self.requests.records)
+        return LookupOutcome.OVERLOADED if parked >= self._settings.max_parked_loads else None
 
     @property
     def _saves(self) -> bool:

@@ -20,6 +20,7 @@ from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotPool
+from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
 from akv.plan.terms import terms_of
 from akv.ports import Ports
@@ -31,6 +32,7 @@ from akv.services.reporter import TransferReporter
 from akv.settings import Settings
 from akv.values.layout import Layout
 from akv.values.messages import LoadOrder, PassReport, SaveOrder, Withdrawal
+from akv.values.pressure import Pressure, StagingPressure
 
 #: Pages that one store call moves at most. The store's TCP transport takes 2,052 pieces in flight per peer and wedges beyond;
 #: two loaders and a saver stay below that, and the first pages of a long load reach the device while the rest is on its way.
@@ -111,6 +113,24 @@ class WorkerHalf:
             self._parts.saves.accept(order, after)
             self._reporter.save_queued(order)
         self._saves.wake()
+
+    def pressure(self, calls: StoreCalls) -> Pressure:
+        """How busy it is (V4)."""
+        reservations, saves = self._parts.reservations, self._parts.saves
+        loading, saving = (
+            StagingPressure(slots=s.slots.count, free=s.slots.free, quarantined=s.slots.quarantined) for s in self.stagings
+        )
+        return Pressure(
+            backlog_bytes=self._reporter.backlog_bytes,
+            backlog_saves=saves.active,
+            queued_loads=reservations.queued,
+            parked_loads=reservations.active,
+            loads_left=max(0, self._settings.max_parked_loads - reservations.active),
+            loading=loading,
+            saving=saving,
+            outstanding_calls=calls.outstanding,
+            given_up_calls=calls.given_up,
+        )
 
     def withdraw(self, message: Withdrawal) -> None:
         """Stop what this incarnation still has queued. What runs is waited for, by its events, and reported then."""

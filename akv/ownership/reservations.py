@@ -6,7 +6,7 @@ verdict
 verdict is passed at once, and the pages are free as soon as the last copy's event completed, whatever the store is doing.
 """
 
-from collections import deque
+from bisect import insort_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +39,8 @@ class Reservations:
     def __init__(self, page_bytes: Sequence[int]) -> None:
         #: Bytes of one page in each layer group, for the figures of a result.
         self._page_bytes = page_bytes
-        self._queue: deque[LoadRecord] = deque()
+        #: In the order in which they are taken up.
+        self._queue: list[LoadRecord] = []
         self._active: dict[int, LoadRecord] = {}
 
     @property
@@ -57,12 +58,13 @@ class Reservations:
         record = LoadRecord(order, fence)
         self._active[order.load_id] = record
         if order.groups:
-            self._queue.append(record)
+            # Behind all of its own priority and above. A queue is short (`max_parked_loads`), so a sorted list will do.
+            insort_right(self._queue, record, key=lambda queued: -queued.order.priority)
         return record
 
     def next(self) -> LoadRecord | None:
-        """The load that has waited longest; from now on it is dispatched."""
-        return self._queue.popleft() if self._queue else None
+        """Of the loads with the highest priority the one that has waited longest; from now on it is dispatched."""
+        return self._queue.pop(0) if self._queue else None
 
     def begin_copy(self, record: LoadRecord) -> bool:
         """Ask to write into the pages. False once a verdict is passed: the pages may be the engine's again at any moment."""

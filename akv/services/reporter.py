@@ -16,6 +16,9 @@ class TransferReporter:
         self._page_bytes = page_bytes
         #: When each unfinished load and save was queued, by its number (one counter numbers both).
         self._began: dict[int, float] = {}
+        self._backlog: dict[int, int] = {}
+        #: Bytes of the saves that have not ended.
+        self.backlog_bytes = 0
 
     def load_queued(self, order: LoadOrder) -> None:
         """A reservation was taken over."""
@@ -32,6 +35,8 @@ class TransferReporter:
     def save_queued(self, order: SaveOrder) -> None:
         """Computed blocks were handed over."""
         self._began[order.save_id] = current_time()
+        nbytes = self._backlog[order.save_id] = self._bytes(order.groups)
+        self.backlog_bytes += nbytes
         observe.emit(
             observe.SAVE_QUEUED,
             request_id=order.request_id,
@@ -39,7 +44,7 @@ class TransferReporter:
             save_id=order.save_id,
             blocks=len(order.groups[0].blocks),
             pages=_count(order.groups),
-            bytes=self._bytes(order.groups),
+            bytes=nbytes,
         )
 
     def load_ended(self, result: LoadResult) -> None:
@@ -80,6 +85,7 @@ class TransferReporter:
     def save_ended(self, result: SaveResult) -> None:
         """A save ended; each of its blocks stands in one of at most three events."""
         took = current_time() - self._began.pop(result.save_id)
+        self.backlog_bytes -= self._backlog.pop(result.save_id)
         request_id, incarnation, save_id = result.request_id, result.incarnation, result.save_id
         if result.stored:
             observe.emit(

@@ -33,6 +33,8 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     incarnation: int
     groups: tuple[GroupPages, ...]
+    #: Of the queued loads those with the larger number go first (V4).
+    priority: int = 0
 
 
 class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,8 @@ class LookupOutcome(StrEnum):
     DEADLINE = "deadline"
     #: The pool cannot be asked at present.
     UNAVAILABLE = "unavailable"
+    #: As many loads are under way as `max_parked_loads` allows: computing is sooner than waiting for another.
+    OVERLOADED = "overloaded"
     #: This connector's role does not read.
     NOT_READING = "not_reading"
 

@@ -1,0 +1,33 @@
+"""How busy a connector is, for an engine that decides what to admit (V4)."""
+
+import msgspec
+
+
+class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots of one direction."""
+
+    #: Slots in all; each holds one page.
+    slots: int
+    #: Slots that nobody holds.
+    free: int
+    #: Slots that only given-up store calls still hold (M3). They come back when those calls return.
+    quarantined: int
+
+
+class Pressure(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the work under way. Taking one costs microseconds and changes nothing."""
+
+    #: Bytes of computed pages that are queued for the pool or on their way to it; their requests hold those pages.
+    backlog_bytes: int
+    #: Saves that have not ended, one per request and pass.
+    backlog_saves: int
+    #: Reservations that no loader has taken up, and all that have not ended: requests parked outside the batch.
+    queued_loads: int
+    parked_loads: int
+    #: How many more reservations lookups will offer at present (`max_parked_loads`).
+    loads_left: int
+    loading: StagingPressure
+    saving: StagingPressure
+    #: Blocking calls that have not returned, and those among them that nobody waits for any more.
+    outstanding_calls: int
+    given_up_calls: int
