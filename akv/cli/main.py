@@ -27,6 +27,7 @@ def build_app() -> "typer.Typer":
         import typer  # noqa: PLC0415 - an optional package, needed by whoever runs the command and not by `import akv`
     except ImportError as error:
         raise DependencyError(f"the command line needs the packages of its extra: pip install 'akv[cli]' ({error})") from error
+    from akv.cli.bench.command import add_bench  # noqa: PLC0415
     from akv.cli.config.command import add_config  # noqa: PLC0415
     from akv.cli.demo.command import add_demo  # noqa: PLC0415
 
@@ -42,6 +43,7 @@ def build_app() -> "typer.Typer":
         # A callback makes typer keep the command's name also while there is only one.
         """Share the KV cache of LLM servers through a Mooncake pool."""
 
+    add_bench(app)
     add_config(app)
     add_demo(app)
     return app
