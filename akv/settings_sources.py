@@ -148,7 +148,7 @@ def layer_of_mooncake(text: str, path: str) -> tuple[Layer, tuple[str, ...]]:
 
 def _mooncake_size(value: object, name: str, source: str) -> int:
     """Bytes. Every reader of these files takes "GB" as 1024**3, and fractions ("3.125GB") too."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return int(value)

@@ -135,6 +135,12 @@ def test_what_akv_cannot_do_is_refused_with_the_files_own_field(path: Path, fiel
     assert f"{field} of {path}, line {list(config).index(field) + 2} (MOONCAKE_CONFIG_PATH)" in str(caught.value)
 
 
+def test_a_line_is_that_of_the_whole_name(path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        explained(path, {"x_protocol": "tcp", "master_server_address": "a:1", "protocol": "ascend"})
+    assert "line 4" in str(caught.value)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", "model_key = 'm'", "[" * 100_000])
 def test_a_file_that_is_no_json_object_is_one_error(path: Path, content: str) -> None:
     with pytest.raises(SettingsError) as caught:
@@ -152,3 +158,17 @@ def test_an_embedded_pool_joins_no_other_so_the_file_is_not_read(path: Path) -> 
     told = explained(path, "{", AKV_POOL="embedded")
     assert told.settings.store.master_address == ""
     assert "MOONCAKE_CONFIG_PATH is not read" in told.notes[0]
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize(
+    "size", ["4gb", "3.125GB", " 16 Gb ", "1.5tb", "512m", "2G", "65536kb", "33554432b", "33554432", 33554432]
+)
+def test_sizes_are_those_that_mooncake_itself_reads(path: Path, size: object) -> None:
+    from mooncake.mooncake_config import MooncakeConfig
+
+    store = explained(path, {**MOONCAKE, "global_segment_size": size, "local_buffer_size": size}).settings.store
+    theirs = MooncakeConfig.from_file(str(path))
+    assert (store.segment_bytes, store.local_buffer_bytes) == (theirs.global_segment_size, theirs.local_buffer_size)
+    assert (store.protocol, store.device_name) == (theirs.protocol, theirs.device_name)
+    assert (store.master_address, store.local_hostname) == (theirs.master_server_address, theirs.local_hostname)

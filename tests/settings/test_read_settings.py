@@ -108,7 +108,7 @@ def test_a_path_given_wins_over_the_variable(toml: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("variable", ["AKV_CONFIG", "MOONCAKE_CONFIG_PATH"])
-def test_an_empty_path_is_none(variable: str) -> None:
+def test_an_empty_variable_names_no_file(variable: str) -> None:
     assert read_settings(environ={**LEAST, variable: ""}, overrides={}).model_key == "m"
 
 
@@ -209,7 +209,7 @@ def test_arguments_may_hold_a_sections_struct() -> None:
     [
         ({"store": 5}, "store"),
         ({"client": None}, "client"),
-        ({"store": {"segment_bytes": 0}, "store.segment_bytes": 1}, "store.segment_bytes"),
+        ({"store": {"segment_bytes": 2**30}, "store.segment_bytes": 2**30}, "store.segment_bytes"),
         ({"loaders": 0}, "loaders"),
         ({"store": {"nonsense": 0}}, "store.nonsense"),
         ({"nonsense": 0}, "nonsense"),
@@ -263,6 +263,10 @@ def test_a_file_that_cannot_be_read_as_settings_is_one_error(
     assert (error.field, error.value) == ("AKV_CONFIG" if by_variable else "path", str(path))
     assert why in str(error)
     assert error.fix
+
+
+def test_an_empty_path_given_is_a_mistake() -> None:
+    assert refused("", environ={}).field == "path"
 
 
 @pytest.mark.parametrize("name", ["absent.toml", "folder.toml"])
