@@ -90,5 +90,6 @@ def check_config(config: EngineConfig) -> None:
 
 #: Milliseconds per request on one core: for tests.
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_size=8, intermediate=64, max_tokens=2048)
-#: Large enough that computing a prompt of thousands of tokens is clearly slower than loading its pages: for the demo.
-DEMO = ModelConfig(layers=4, hidden=384, heads=8, kv_heads=2, head_size=48, intermediate=1024)
+#: Large enough that computing a prompt of thousands of tokens is clearly slower than loading its pages, and small enough that
+#: computing it a few times takes seconds on two cores: for the demo.
+DEMO = ModelConfig(layers=4, hidden=256, heads=4, kv_heads=2, head_size=48, intermediate=704)

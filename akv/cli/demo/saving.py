@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from akv import open_connector
 from akv.cli.demo.conversations import questions
-from akv.cli.demo.jobs import Job, Turn
+from akv.cli.demo.jobs import Job, Progress, Turn
 from akv.cli.demo.setting import ANSWER_TOKENS, engine_config, settings
 from akv_testing.engine import Engine, Pages, open_engine
 from akv_testing.engine.text import conversation
 
 
-async def save(job: Job, progress: Callable[[str, int, int], None]) -> tuple[tuple[Turn, ...], ...]:
+async def save(job: Job, progress: Progress) -> tuple[tuple[Turn, ...], ...]:
     """Answer everything; every save has ended when it returns."""
     config = engine_config()
     pages = Pages(config)

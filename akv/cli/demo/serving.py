@@ -5,32 +5,15 @@ same conversations itself and reuses its own pages (the reference), and one that
 resume behind the same block and cut the rest alike, so their logits are equal bit for bit or something is wrong (Q1).
 """
 
-from collections.abc import Callable, Mapping
 from statistics import median
-from typing import Any
 
 from akv import open_connector
 from akv.cli.demo.conversations import reusable_tokens
-from akv.cli.demo.jobs import Figures, Job, TimesToFirstToken
+from akv.cli.demo.jobs import Figures, Job, Progress, TimesToFirstToken
+from akv.cli.demo.moved import BytesMoved
 from akv.cli.demo.saving import answer_all
 from akv.cli.demo.setting import ANSWER_TOKENS, TOKENS_PER_BLOCK, engine_config, settings
 from akv_testing.engine import Engine, Model, Pages, Result, open_engine
-
-
-class BytesMoved:
-    """Adds up what the connector's events say it moved; a processor of structlog."""
-
-    def __init__(self) -> None:
-        self.loaded = 0
-        self.saved = 0
-
-    def __call__(self, logger: Any, method: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Count, and pass on."""
-        if event["event"] == "akv.load.complete":
-            self.loaded += event["bytes"]
-        elif event["event"] == "akv.save.complete":
-            self.saved += event["bytes"]
-        return event
 
 
 class Comparison:
@@ -60,7 +43,7 @@ class Comparison:
             self.page_mismatches += sum(a != b for a, b in zip(ours[:blocks], theirs[:blocks], strict=True))
 
 
-async def serve(job: Job, moved: BytesMoved, progress: Callable[[str, int, int], None]) -> Figures:
+async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     """Serve what process A answered. `moved` must be among structlog's processors."""
     config = engine_config()
     model = Model(config.model, config.device)
@@ -95,9 +78,7 @@ async def serve(job: Job, moved: BytesMoved, progress: Callable[[str, int, int],
     )
 
 
-async def _compare_all(
-    job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Callable[[str, int, int], None]
-) -> None:
+async def _compare_all(job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Progress) -> None:
     stored = [turn.prompt + turn.answer[:-1] for turns in job.answered for turn in turns]
     turns = [(f"c{c}t{t}", turn) for c, answered in enumerate(job.answered) for t, turn in enumerate(answered)]
     for done, (request_id, turn) in enumerate(turns, 1):
