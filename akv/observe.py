@@ -76,8 +76,9 @@ CONNECTOR_UNCLEAN_EXIT = _event(
 POOL_OPEN = _event(
     "akv.pool.open",
     "info",
-    "pool master_address protocol segment_bytes client_version phase outcome duration_s",
-    "This process joins a pool.",
+    "pool master_address protocol segment_bytes client_version data_path phase outcome duration_s",
+    'This process joins a pool. `data_path` is "proved" after a small value went there and back, and "no_room" if the pool '
+    "had no memory for one: nobody lends any yet, or it is full.",
 )
 POOL_CLOSE = _event(
     "akv.pool.close",
@@ -100,9 +101,24 @@ POOL_EMBEDDED_EXIT = _event(
 POOL_CALL_FAILED = _event(
     "akv.pool.call_failed",
     "warning",
-    "call state code keys failed duration_s",
-    "A store call answered trouble for `failed` of its keys; `state` and `code` are the first one's. "
-    "A missing key is no trouble and is not reported here.",
+    "call state code calls keys failed duration_s",
+    "Store calls answered trouble for `failed` of their `keys`; `state` and `code` are those of each call's first trouble. "
+    "The first call of a kind is reported at once, later ones are counted in `calls` and reported every 10 seconds, with the "
+    "longest duration. A missing key is no trouble and is not reported here.",
+)
+POOL_CLIENT_LOG = _event(
+    "akv.pool.client_log",
+    "info",
+    "severity source lines text",
+    "The store's client logged `lines` lines at one place of its source, `text` being the first of them with keys left out. "
+    "What lets it log them, and whether they come here, is said by `client.log_level` and `client.capture_log`.",
+)
+POOL_CLIENT_LINE = _event(
+    "akv.pool.client_line",
+    "debug",
+    "severity source text",
+    "One line of the store's client as it is. Apart from akv.pool.client_log because page keys are logged at debug level "
+    "only.",
 )
 LOOKUP_COMPLETE = _event(
     "akv.lookup.complete",

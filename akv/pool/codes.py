@@ -1,6 +1,6 @@
 """What the store's codes mean in akv's words. Only what is known to be good counts as good (L2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from akv.ports.pool import KeyAnswer, KeyState
@@ -21,6 +21,10 @@ _GET = _COMMON | {
 }
 _PUT = _COMMON | {
     -200: KeyState.NO_SPACE,
+}
+_REMOVE = _COMMON | {
+    0: KeyState.OK,
+    -704: KeyState.MISSING,
 }
 _PROBE = _COMMON | {
     1: KeyState.OK,
@@ -46,12 +50,45 @@ def put_answer(code: int) -> KeyAnswer:
     return KeyAnswer(KeyState.OK if code == 0 else _PUT.get(code, KeyState.REFUSED), code)
 
 
-def read_codes(raw: Any, count: int, answer: Callable[[int, int], KeyAnswer]) -> list[KeyAnswer]:
-    """One answer per key from what the client returned; `answer(code, index)` says what a code means.
+def remove_answer(code: int) -> KeyAnswer:
+    """The answer for a key that `batch_remove` gave `code`. OK: it was there and is gone.
+
+    REFUSED among others for a key whose writer has not finished (-703), and for a leased one that is not forced (-706).
+    """
+    return KeyAnswer(_REMOVE.get(code, KeyState.REFUSED), code)
+
+
+class _Answers(dict[int, KeyAnswer]):
+    """Answers by code, each made once: a call answers thousands of keys with a handful of codes, and does so while it holds
+    the interpreter lock.
+    """
+
+    def __init__(self, answer: Callable[[int], KeyAnswer]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __missing__(self, code: int) -> KeyAnswer:
+        self[code] = made = self._answer(code)
+        return made
+
+
+def read_codes(raw: Any, count: int, answer: Callable[[int], KeyAnswer]) -> list[KeyAnswer]:
+    """One answer per key from what the client returned; `answer(code)` says what a code means.
 
     A reply that is not a list of `count` integers cannot be matched to keys, so all of it is REFUSED: a guess would read one
     key's answer as another's.
     """
-    if not isinstance(raw, list) or len(raw) != count or any(type(code) is not int for code in raw):
+    if not isinstance(raw, list) or len(raw) != count or not set(map(type, raw)) <= {int}:
         return [KeyAnswer(KeyState.REFUSED)] * count
-    return [answer(code, index) for index, code in enumerate(raw)]
+    return list(map(_Answers(answer).__getitem__, raw))
+
+
+def read_sizes(raw: Any, sizes: Sequence[int]) -> list[KeyAnswer]:
+    """One answer per key from what `batch_get_into` returned, where `sizes` had to arrive. As `read_codes()`."""
+    if len(distinct := set(sizes)) == 1:
+        (size,) = distinct
+        return read_codes(raw, len(sizes), lambda code: get_answer(code, size))
+    codes = read_codes(raw, len(sizes), lambda code: KeyAnswer(KeyState.OK, code))
+    return [
+        get_answer(read.code, size) if read.state is KeyState.OK else read for read, size in zip(codes, sizes, strict=True)
+    ]

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 
 class ExitGuard:
@@ -31,6 +32,8 @@ class ExitGuard:
         self._deadline_s: float | None = None
         self._status: int | None = None
         self._leaving = False
+        #: Run before leaving by `os._exit`, which skips every other hook.
+        self._last_words: list[Callable[[], object]] = []
         self._forked = False
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
@@ -50,6 +53,10 @@ class ExitGuard:
         else 0.
         """
         self._status = status
+
+    def before_leaving(self, last_words: Callable[[], object]) -> None:
+        """Have `last_words` run if the hook leaves by itself. It must neither raise nor wait."""
+        self._last_words.append(last_words)
 
     def call_began(self) -> bool:
         """Count a call. False once the process is ending: the call must not begin, it would outlive the interpreter."""
@@ -96,6 +103,8 @@ class ExitGuard:
             ended = self._changed.wait_for(lambda: self._running == 0, timeout=self._deadline_s)
         if ended and not self._held:
             return
+        for last_words in self._last_words:
+            last_words()
         _flush()
         os._exit(_status_of_this_exit() if self._status is None else self._status)
 

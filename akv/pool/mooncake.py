@@ -6,90 +6,53 @@ transport with registration would refuse.
 """
 
 import contextlib
-import importlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from operator import add
+from typing import Any, NoReturn, TypeVar
 
-from akv.errors import DependencyError, NotOpenError, PoolError
-from akv.observe import POOL_CALL_FAILED, emit
-from akv.pool.codes import get_answer, probe_answer, put_answer, read_codes
+from akv.errors import NotOpenError, PoolError
+from akv.pool.client import StoreClient
+from akv.pool.codes import probe_answer, put_answer, read_codes, read_sizes, remove_answer
+from akv.pool.transfers import PROCESS_BUDGET, TransferBudget
+from akv.pool.trouble import TroubleLog
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
 
-#: Keys in one call of the client that moves pages. Over TCP a peer takes at most 2,052 transfers in flight over all threads,
-#: one per page of ours; past it calls fail or block for a minute and the peer stays wedged. Eight such calls at a time stay
-#: below it, and with 256 pages the call's own cost (0.2 ms) vanishes.
+#: Keys in one call of the client that moves pages, at most. With 256 pages the call's own cost (0.2 ms) vanishes, and other
+#: calls find room beside it in the budget of transfers.
 KEYS_PER_TRANSFER = 256
 
-#: A library that the client's extension module misses -> what brings it.
-_SYSTEM_LIBRARIES = {
-    "libibverbs.so": "the system library libibverbs1 (Debian, Ubuntu: apt-get install -y --no-install-recommends libibverbs1)",
-    "libnuma.so": "the system library libnuma1 (Debian, Ubuntu: apt-get install -y --no-install-recommends libnuma1)",
-    "libmlx5.so": "the system library ibverbs-providers (Debian, Ubuntu: apt-get install -y ibverbs-providers)",
-    "libcurl.so": "the system library libcurl4 (Debian, Ubuntu: apt-get install -y libcurl4)",
-    "libcuda.so": "NVIDIA's driver; without a GPU use the client that needs none: pip install 'akv[mooncake-cpu]'",
-    "libcudart.so": "the CUDA runtime; without a GPU use the client that needs none: pip install 'akv[mooncake-cpu]'",
-}
-
-
-class StoreClient(Protocol):
-    """The part of `mooncake.store.MooncakeDistributedStore` that the adapter uses. Lists in, a list of codes out."""
-
-    def batch_is_exist(self, keys: list[str]) -> Any:
-        """1 for a key that is there, 0 for one that is not."""
-
-    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
-        """The value's size for each key that was read."""
-
-    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
-        """0 for each key that was accepted."""
-
-    def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """0 if the transport may use this memory now."""
-
-    def unregister_buffer(self, buffer_ptr: int) -> int:
-        """0 if it cannot use it any more."""
-
-    def close(self) -> int:
-        """Nothing may be called afterwards."""
-
-
-def load_client_module() -> Any:
-    """Import `mooncake.store`, which takes a few tenths of a second the first time.
-
-    Raises DependencyError (fault of the installation): names the extra or the system package, and quotes the import error.
-    """
-    try:
-        # Not `mooncake`: some versions swallow the ImportError of their own extension module there.
-        return importlib.import_module("mooncake.store")
-    except ImportError as error:
-        raise DependencyError(f"the pool needs {_what_is_missing(error)}. The import said: {error}") from error
-
-
-def _what_is_missing(error: ImportError) -> str:
-    for library, remedy in _SYSTEM_LIBRARIES.items():
-        if library in str(error):
-            return remedy
-    return (
-        "Mooncake's client: pip install 'akv[mooncake-cpu]' without a GPU, 'akv[mooncake]' with CUDA 12, "
-        "'akv[mooncake-cuda13]' with CUDA 13 (one of them: they overwrite each other's files)"
-    )
+_Item = TypeVar("_Item")
 
 
 class MooncakePool:
     """A store that is set up, as a `akv.ports.pool.PagePool`. Thread safe; made by `akv.pool.open_pool()`.
 
-    `get` and `put` go to the client in calls of at most `KEYS_PER_TRANSFER` keys, one after the other, so a call of any length
-    keeps within what a TCP peer takes. Two calls with one key in common are the caller's affair, as with any store.
+    `get` and `put` go to the client in calls of at most `KEYS_PER_TRANSFER` keys, one after the other, each of which holds its
+    entries of `budget`: so calls of any length and number keep within what a TCP peer takes. A call whose turn does not come
+    is answered UNAVAILABLE, with code 0, and moved nothing.
+
+    `after_call`: run on the calling thread after each call of the client; it reads the client's log.
     """
 
-    def __init__(self, client: StoreClient, address: str) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        address: str,
+        *,
+        budget: TransferBudget = PROCESS_BUDGET,
+        trouble: TroubleLog | None = None,
+        after_call: Callable[[], object] = lambda: None,
+    ) -> None:
         self._client = client
         #: The master's address, for errors and logs.
         self.address = address
+        self._budget = budget
+        self._trouble = TroubleLog() if trouble is None else trouble
+        self._after_call = after_call
         self._lock = threading.Lock()
         self._calls_running = 0
         self._closed = False
@@ -113,8 +76,8 @@ class MooncakePool:
             if not keys:
                 return []
             began = time.monotonic()
-            raw = _ask(lambda: client.batch_is_exist(list(keys)))
-            return _reported("probe", began, read_codes(raw, len(keys), lambda code, _: probe_answer(code)))
+            raw = _ask(client.batch_is_exist, _listed(keys))
+            return self._reported("probe", began, read_codes(raw, len(keys), probe_answer))
 
     def get(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """Read each value to its offset. A longer value than its size is not written at all, a shorter one in part."""
@@ -122,33 +85,48 @@ class MooncakePool:
             pointers = self._pointers(keys, buffer, offsets, sizes)
 
             def transfer(part: slice) -> list[KeyAnswer]:
-                raw = _ask(lambda: client.batch_get_into(list(keys[part]), pointers[part], list(sizes[part])))
-                return read_codes(raw, len(keys[part]), lambda code, index: get_answer(code, sizes[part][index]))
+                room = _listed(sizes[part])
+                raw = _ask(client.batch_get_into, _listed(keys[part]), pointers[part], room)
+                return read_sizes(raw, room)
 
-            return _reported("get", time.monotonic(), _in_parts(len(keys), transfer))
+            return self._reported("get", time.monotonic(), self._in_parts(len(keys), transfer))
 
     def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """Store each piece under its key. A key listed twice is stored once, its first piece, and answered alike (S5)."""
+        if len(set(keys)) < len(keys):
+            return self._put_each_once(keys, buffer, offsets, sizes)
         with self._calling() as client:
             pointers = self._pointers(keys, buffer, offsets, sizes)
-            # Inside one batch the client does not keep its promise that the first value stays.
-            first = {key: index for index, key in reversed(list(enumerate(keys)))}
-            order = sorted(first.values())
 
             def transfer(part: slice) -> list[KeyAnswer]:
-                chosen = order[part]
-                raw = _ask(
-                    lambda: client.batch_put_from(
-                        [keys[index] for index in chosen],
-                        [pointers[index] for index in chosen],
-                        [sizes[index] for index in chosen],
-                    )
-                )
-                return read_codes(raw, len(chosen), lambda code, _: put_answer(code))
+                chosen = _listed(keys[part])
+                raw = _ask(client.batch_put_from, chosen, pointers[part], _listed(sizes[part]))
+                return read_codes(raw, len(chosen), put_answer)
 
-            answered = _reported("put", time.monotonic(), _in_parts(len(order), transfer))
-            answers = dict(zip(order, answered, strict=True))
-            return [answers[first[key]] for key in keys]
+            return self._reported("put", time.monotonic(), self._in_parts(len(keys), transfer))
+
+    def _put_each_once(
+        self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> list[KeyAnswer]:
+        # Inside one batch the client does not keep its promise that the first value stays.
+        with self._calling():
+            self._pointers(keys, buffer, offsets, sizes)  # What is left out must be in order too.
+        first: dict[str, int] = {}
+        for index, key in enumerate(keys):
+            first.setdefault(key, index)
+        order = list(first.values())
+        answers = self.put(list(first), buffer, [offsets[index] for index in order], [sizes[index] for index in order])
+        answered = dict(zip(first, answers, strict=True))
+        return [answered[key] for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
+        """Take values out of the pool, leased or not, whoever put them: one answer per key, in order."""
+        with self._calling() as client:
+            if not keys:
+                return []
+            began = time.monotonic()
+            raw = _ask(client.batch_remove, _listed(keys), True)
+            return self._reported("remove", began, read_codes(raw, len(keys), remove_answer))
 
     def register(self, buffer: HostBuffer) -> None:
         """Make a buffer known to the transport. Raises PoolError if the store refuses (registered before, or overlapping)."""
@@ -189,6 +167,7 @@ class MooncakePool:
             if self._calls_running:
                 raise PoolError(f"{self._calls_running} store calls are running: closing beside them would crash the process")
             self._closed = True
+        self._trouble.flush()
         self._client.close()
         self._buffers.clear()
 
@@ -221,47 +200,57 @@ class MooncakePool:
         """The addresses of the pieces, after every check that the client leaves out. Raises ValueError: a bug of akv's own."""
         if not len(keys) == len(offsets) == len(sizes):
             raise ValueError(f"{len(keys)} keys, {len(offsets)} offsets and {len(sizes)} sizes do not belong together")
-        if keys and not self._is_registered(buffer):
+        if not keys:
+            return []
+        if not self._is_registered(buffer):
             raise ValueError(f"the buffer of {buffer.nbytes} bytes is not registered with the pool")
-        for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            if offset < 0 or size < 1 or offset + size > buffer.nbytes:
-                raise ValueError(f"piece {index}, {size} bytes at {offset}, is not inside the buffer of {buffer.nbytes} bytes")
-        return [buffer.address + offset for offset in offsets]
+        if min(offsets) < 0 or min(sizes) < 1 or max(map(add, offsets, sizes)) > buffer.nbytes:
+            _refuse_first_outside(buffer, offsets, sizes)
+        base = buffer.address
+        return [base + offset for offset in offsets]
+
+    def _in_parts(self, count: int, transfer: Callable[[slice], list[KeyAnswer]]) -> list[KeyAnswer]:
+        """Answers for `count` keys, `KEYS_PER_TRANSFER` at a time and never more than the budget has.
+
+        Once the pool answered for a whole part that it is unavailable, the rest is not tried: each part would wait as long
+        again.
+        """
+        answers: list[KeyAnswer] = []
+        while len(answers) < count:
+            most = min(KEYS_PER_TRANSFER, self._budget.limit)
+            chosen = slice(len(answers), min(count, len(answers) + most))
+            entries = chosen.stop - chosen.start  # One buffer for each key.
+            with self._budget.hold(entries) as granted:
+                part = transfer(chosen) if granted else [KeyAnswer(KeyState.UNAVAILABLE)] * entries
+            answers += part
+            if all(answer.state is KeyState.UNAVAILABLE for answer in part):
+                answers += [part[-1]] * (count - len(answers))
+        return answers
+
+    def _reported(self, call: str, began: float, answers: list[KeyAnswer]) -> list[KeyAnswer]:
+        """The answers, after trouble among them was told. `began`: `time.monotonic()` before the call."""
+        self._trouble.look_at(call, began, answers)
+        self._after_call()
+        return answers
 
 
-def _ask(call: Callable[[], Any]) -> Any:
+def _listed(sequence: Sequence[_Item]) -> list[_Item]:
+    """A list, which is all that the client takes; the same one if it is one already."""
+    return sequence if isinstance(sequence, list) else list(sequence)
+
+
+def _ask(call: Callable[..., Any], *arguments: object) -> Any:
     """What the client returned; None, which reads as refused, for a C++ exception that it let through."""
     try:
-        return call()
+        return call(*arguments)
     except RuntimeError:
         return None
 
 
-def _reported(call: str, began: float, answers: list[KeyAnswer]) -> list[KeyAnswer]:
-    """The answers, after trouble among them was logged. `began`: `time.monotonic()` before the call."""
-    trouble = [answer for answer in answers if answer.state not in {KeyState.OK, KeyState.MISSING}]
-    if trouble:
-        emit(
-            POOL_CALL_FAILED,
-            call=call,
-            state=trouble[0].state.value,
-            code=trouble[0].code,
-            keys=len(answers),
-            failed=len(trouble),
-            duration_s=time.monotonic() - began,
-        )
-    return answers
-
-
-def _in_parts(count: int, transfer: Callable[[slice], list[KeyAnswer]]) -> list[KeyAnswer]:
-    """Answers for `count` keys, `KEYS_PER_TRANSFER` at a time.
-
-    Once the pool answered for a whole part that it is unavailable, the rest is not tried: each part would wait as long again.
-    """
-    answers: list[KeyAnswer] = []
-    while len(answers) < count:
-        part = transfer(slice(len(answers), min(count, len(answers) + KEYS_PER_TRANSFER)))
-        answers += part
-        if all(answer.state is KeyState.UNAVAILABLE for answer in part):
-            answers += [part[-1]] * (count - len(answers))
-    return answers
+def _refuse_first_outside(buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> NoReturn:
+    index, offset, size = next(
+        (index, offset, size)
+        for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
+        if offset < 0 or size < 1 or offset + size > buffer.nbytes
+    )
+    raise ValueError(f"piece {index}, {size} bytes at {offset}, is not inside the buffer of {buffer.nbytes} bytes")

@@ -25,6 +25,7 @@ class PoolConformance:
     - `closed_pool`: a PagePool on which `close()` was called.
     - `new_key`: a function that gives a key which the store has never seen.
     - `memory`: a function that allocates a HostBuffer of so many bytes, at least; uninitialised.
+    - `begin_write`: a function after which another client is writing a key, and does not finish during the test.
     """
 
     @pytest.fixture
@@ -94,6 +95,32 @@ class PoolConformance:
         assert states(answers) == [KeyState.OK] * 3
         pool.get([key, other], buffer, [3 * SIZE, 4 * SIZE], [SIZE] * 2)
         assert (read(buffer, 3 * SIZE), read(buffer, 4 * SIZE)) == (value(0), value(1))
+
+    def test_S5_of_many_writers_of_one_key_one_wins_whole(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str]
+    ) -> None:
+        keys, writers = [new_key() for _ in range(4)], 8
+        for writer in range(writers):
+            write(buffer, writer * SIZE, value(writer))
+
+        def work(writer: int) -> list[KeyState]:
+            return states(pool.put(keys, buffer, [writer * SIZE] * 4, [SIZE] * 4))
+
+        with ThreadPoolExecutor(writers) as threads:
+            assert list(threads.map(work, range(writers))) == [[KeyState.OK] * 4] * writers, "no writer hears of another"
+        back = [(writers + index) * SIZE for index in range(4)]
+        assert states(pool.get(keys, buffer, back, [SIZE] * 4)) == [KeyState.OK] * 4
+        assert {read(buffer, at) for at in back} <= {value(writer) for writer in range(writers)}
+
+    def test_S5_a_key_that_another_client_is_writing_is_accepted_and_not_there(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str], begin_write: Callable[[str], None]
+    ) -> None:
+        unfinished, right = new_key(), new_key()
+        begin_write(unfinished)
+        pieces = ([0, SIZE], [SIZE, SIZE])
+        assert states(pool.put([unfinished, right], buffer, *pieces)) == [KeyState.OK] * 2, "an OK proves no presence"
+        assert states(pool.probe([unfinished, right])) == [KeyState.MISSING, KeyState.OK]
+        assert states(pool.get([unfinished, right], buffer, *pieces)) == [KeyState.MISSING, KeyState.OK]
 
     def test_D3_a_missing_key_spoils_only_itself(self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str]) -> None:
         key, absent = new_key(), new_key()

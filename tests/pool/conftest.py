@@ -2,14 +2,17 @@
 
 import ctypes
 import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -41,6 +44,90 @@ class Memory:
 
     def view(self) -> memoryview:
         return memoryview(self._bytes).cast("B")
+
+
+class MemoryClient:
+    """A store's client that keeps values in a dictionary. `codes`: answers of the calls named, in turn, before it works."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.codes: dict[str, list[int]] = {}
+        #: The names and first keys of the calls.
+        self.calls: list[tuple[str, str]] = []
+        self.buffers: dict[int, int] = {}
+        self.setup_code = 0
+        self.setup_arguments: tuple[object, ...] | None = None
+        self.closes = 0
+
+    def MooncakeDistributedStore(self) -> "MemoryClient":
+        """The module and its class in one."""
+        return self
+
+    def setup(self, *arguments: object) -> int:
+        self.setup_arguments = arguments
+        return self.setup_code
+
+    def batch_put_from(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        pieces = zip(keys, pointers, sizes, strict=True)
+        return [self._answer("put", key, partial(self._put, key, pointer, size)) for key, pointer, size in pieces]
+
+    def batch_get_into(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+        pieces = zip(keys, pointers, sizes, strict=True)
+        return [self._answer("get", key, partial(self._get, key, pointer, size)) for key, pointer, size in pieces]
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        return [self._answer("probe", key, partial(int, key in self.values)) for key in keys]
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        assert force
+        return [self._answer("remove", key, partial(self._remove, key)) for key in keys]
+
+    def register_buffer(self, pointer: int, size: int) -> int:
+        self.buffers[pointer] = size
+        return 0
+
+    def unregister_buffer(self, pointer: int) -> int:
+        del self.buffers[pointer]
+        return 0
+
+    def close(self) -> int:
+        self.closes += 1
+        return 0
+
+    def _answer(self, call: str, key: str, work: Callable[[], int]) -> int:
+        self.calls.append((call, key))
+        codes = self.codes.get(call)
+        return codes.pop(0) if codes else work()
+
+    def _put(self, key: str, pointer: int, size: int) -> int:
+        self.values.setdefault(key, ctypes.string_at(pointer, size))
+        return 0
+
+    def _get(self, key: str, pointer: int, size: int) -> int:
+        if key not in self.values:
+            return -704
+        ctypes.memmove(pointer, self.values[key], size)
+        return len(self.values[key])
+
+    def _remove(self, key: str) -> int:
+        return 0 if self.values.pop(key, None) is not None else -704
+
+
+@pytest.fixture
+def memory_client() -> MemoryClient:
+    return MemoryClient()
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Callable[..., list[dict[str, Any]]]:
+    """What akv said, as mappings: `events("akv.pool.open")`."""
+    caplog.set_level(logging.DEBUG, "akv")
+
+    def of(name: str, **fields: object) -> list[dict[str, Any]]:
+        said = [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
+        return [one for one in said if fields.items() <= one.items()]
+
+    return of
 
 
 @pytest.fixture(scope="session")
@@ -109,6 +196,17 @@ def pool(master: str) -> Iterator[MooncakePool]:
 
 
 @pytest.fixture(scope="session")
+def begin_write(pool: MooncakePool) -> Callable[[str], None]:
+    """Begin to write a key and never finish: a put session of the client, which akv does not use."""
+
+    def begin(key: str) -> None:
+        client: Any = pool._client
+        assert client.batch_put_session_start([key], [100]) == [0]
+
+    return begin
+
+
+@pytest.fixture(scope="session")
 def closed_pool(master: str) -> MooncakePool:
     """A client that was closed."""
     made = set_up_store(StoreSettings(master_address=master, segment_bytes=0, local_buffer_bytes=0))
@@ -135,5 +233,23 @@ def run_script() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
         )
+
+    return run
+
+
+@pytest.fixture
+def lender() -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
+    """Run a script beside the test, from its first line of output until its standard input is closed; it lends memory, say."""
+
+    @contextmanager
+    def run(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-c", script, *arguments]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline(), "it ended before it began"
+            yield process
+            process.stdin.close()
 
     return run

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from akv.errors import DependencyError, NotOpenError, PoolError
-from akv.pool.mooncake import KEYS_PER_TRANSFER, MooncakePool, load_client_module
+from akv.pool.client import load_client_module
+from akv.pool.mooncake import KEYS_PER_TRANSFER, MooncakePool
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
 
@@ -35,6 +36,10 @@ class ScriptedClient:
 
     def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
         return self._record(keys, buffer_ptrs, sizes)
+
+    def batch_remove(self, keys: list[str], force: bool) -> Any:
+        assert force
+        return self._record(keys, [], [])
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         self.registered[buffer_ptr] = size

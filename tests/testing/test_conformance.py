@@ -39,6 +39,10 @@ class TestFakePool(PoolConformance):
     def memory(self) -> Callable[[int], FakeHostBuffer]:
         return FakeHostBuffer
 
+    @pytest.fixture
+    def begin_write(self, pool: FakePool) -> Callable[[str], None]:
+        return pool.store.begin_write
+
 
 class FakeDeviceKit:
     def __init__(self) -> None:
