@@ -30,8 +30,8 @@ from akv_testing.pool import FakePool
 from akv_testing.ports import fake_ports, tiny_layout
 from akv_testing.store import FakeStore
 
-#: Slots of staging memory in each direction unless a test says otherwise: two loaders get four each.
-SLOTS = 8
+#: Slots of staging memory in each direction unless a test says otherwise: two loaders get eight each, and move four at a time.
+SLOTS = 16
 
 PageTable = list[list[int]]
 

@@ -1,12 +1,16 @@
 """Third step: fill reserved pages from the pool, or say which page could not be had (D2, D3, D5).
 
 `plan/batching.py` cuts the order into batches; `ownership/reservations.py` decides when the pages are the engine's again. A
-batch is one store call into slots and one scatter from them, behind the fence that `reserve()` recorded.
+batch is one store call into slots and one scatter from them, behind the fence that `reserve()` recorded; the scatter of one
+batch and the store call of the next overlap.
 """
+
+from functools import partial
 
 from anyio import move_on_after
 
 from akv.flow.calls import CopyFailed
+from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
@@ -25,13 +29,12 @@ async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record:
     is under way keeps its slots, a copy that is under way keeps the pages, until each has ended.
     """
     # A deadline that passes while a copy runs fails the load at once; the terminal state still waits for the copy's event.
-    with move_on_after(parts.load_deadline_s):
-        for batch in split_batches(record.order.groups, staging.share):
-            if not await _load_batch(parts, staging, stream, record, batch):
-                return
+    with move_on_after(parts.load_deadline_s) as timer:
+        await _move(parts, staging, stream, record)
+    if timer.cancelled_caught:
+        report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
+    elif record.verdict is None:
         report_load(parts, parts.reservations.landed(record))
-        return
-    report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
 
 
 def report_load(parts: WorkerParts, result: LoadResult | None) -> None:
@@ -40,11 +43,15 @@ def report_load(parts: WorkerParts, result: LoadResult | None) -> None:
         parts.report(PassReport(loads=(result,)))
 
 
-async def _load_batch(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch) -> bool:
-    with await staging.take(len(batch.blocks)) as ticket:
-        if not await _get(parts, staging, record, batch, ticket):
-            return False
-        return await _scatter(parts, staging, stream, record, batch, ticket)
+async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
+    """Get batch after batch, and scatter each while the next one is on its way. Ends early once the load has a verdict."""
+    async with overlapping(staging) as transfer:
+        for batch in split_batches(record.order.groups, staging.batch):
+            slots = await transfer.take(len(batch.blocks))
+            # A scatter that failed while this waited has passed a verdict.
+            if record.verdict is not None or not await _get(parts, staging, record, batch, slots):
+                return
+            await transfer.then(slots, partial(_scatter, parts, staging, stream, record, batch, slots))
 
 
 async def _get(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
@@ -62,14 +69,15 @@ async def _get(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: 
         if answer.state is not KeyState.OK:
             # Nothing of this batch reaches a page: its other slots are discarded with the ticket (X4).
             report_load(parts, parts.reservations.fail(record, key, answer.state))
-            return False
-    return True
+            break
+    # A scatter that failed meanwhile has passed one, too.
+    return record.verdict is None
 
 
 async def _scatter(
     parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch, ticket: SlotTicket
-) -> bool:
-    """The copy from slots into pages. False if the load has a verdict already, or gets one because the copy failed."""
+) -> None:
+    """The copy from slots into pages; nothing if the load has a verdict already. One that fails passes a verdict."""
     offsets = staging.offsets(ticket)
 
     def scatter() -> PassEvent:
@@ -82,7 +90,7 @@ async def _scatter(
         report_load(parts, parts.reservations.end_copy(record))
 
     try:
-        return await parts.desk.copy(
+        await parts.desk.copy(
             scatter,
             CallSize(len(batch.pages), len(batch.pages) * parts.page_bytes[batch.group]),
             ticket,
@@ -91,7 +99,6 @@ async def _scatter(
         )
     except CopyFailed:
         report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, batch.hashes[:1])[0], "copy_failed"))
-        return False
 
 
 def _first_key(parts: WorkerParts, record: LoadRecord) -> str:

@@ -1,10 +1,13 @@
 """Fourth step: publish the pages that a pass computed (S1, S2). A failure here is an outcome and an event, never an exception.
 
 `plan/save_bounds.py` decided what may be published, `ownership/saves.py` keeps what became of it. A batch is one gather into
-slots, behind the pass's event, and one store call from them.
+slots, behind the pass's event, and one store call from them; the store call of one batch and the gather of the next overlap.
 """
 
+from functools import partial
+
 from akv.flow.calls import CopyFailed, event_reached
+from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts
 from akv.flow.staging import Staging
 from akv.ownership.saves import SaveTicket
@@ -28,23 +31,23 @@ async def save(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket:
         # The pass itself failed on the device: what it computed is not KV.
         ticket.pages_refused({block for group in ticket.order.groups for block in group.blocks}, "pass_failed")
     else:
-        for batch in split_batches(ticket.order.groups, staging.share):
-            if not await _save_batch(parts, staging, stream, ticket, batch):
-                break
+        await _move(parts, staging, stream, ticket)
     parts.report(PassReport(saves=(parts.saves.end(ticket),)))
 
 
-async def _save_batch(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket: SaveTicket, batch: Batch) -> bool:
-    """False if the ticket was withdrawn, so that nothing more of it may be read."""
-    with await staging.take(len(batch.blocks)) as slots:
-        try:
-            if not await _gather(parts, staging, stream, ticket, batch, slots):
-                return False
-        except CopyFailed:
-            ticket.pages_refused(batch.blocks, "copy_failed")
-            return True
-        await _put(parts, staging, ticket, batch, slots)
-    return True
+async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket: SaveTicket) -> None:
+    """Gather batch after batch, and put each while the next one is gathered. Ends early once the ticket is withdrawn."""
+    async with overlapping(staging) as transfer:
+        for batch in split_batches(ticket.order.groups, staging.batch):
+            slots = await transfer.take(len(batch.blocks))
+            try:
+                if not await _gather(parts, staging, stream, ticket, batch, slots):
+                    return
+            except CopyFailed:
+                ticket.pages_refused(batch.blocks, "copy_failed")
+                slots.leave()
+            else:
+                await transfer.then(slots, partial(_put, parts, staging, ticket, batch, slots))
 
 
 async def _gather(

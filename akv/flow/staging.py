@@ -14,8 +14,13 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     buffer: HostBuffer
     slots: SlotPool
     slot_bytes: int
-    #: Slots that one task takes at a time: the pool shared evenly, so that no task waits for another's.
+    #: Slots that one loader or saver may hold: the pool shared evenly, so that none waits for another's.
     share: int
+
+    @property
+    def batch(self) -> int:
+        """Pages that are moved together: half a share, so that a copy and a store call overlap."""
+        return max(1, self.share // 2)
 
     async def take(self, count: int) -> SlotTicket:
         """Wait for `count` slots, at most `share`. Cancellation: none is kept."""

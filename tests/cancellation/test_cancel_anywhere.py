@@ -88,7 +88,7 @@ async def test_D6_D9_a_queued_load_is_withdrawn_undispatched() -> None:
 
 
 async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_when_it_returned() -> None:
-    server = warm(slots=4)
+    server = warm(slots=8)
     async with server.open(loaders=2) as kv:
         gate = server.runner.hold(CallKind.GET)
         request, load, table = await server.load(kv, "r", TOKENS)
@@ -96,17 +96,20 @@ async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_
         await cancelled_at_once(request)
         assert load.state is LoadState.CANCELLED
         server.free(table)
-        # The stuck call still owns two of the four slots. The other two serve everybody else meanwhile.
+        # The stuck call still owns two of the eight slots. The others serve everybody else meanwhile.
         await settle()
-        slots = kv._halves.worker.stagings[0].slots
-        assert (slots.free, slots.quarantined) == (2, 2)
+        staging = kv._halves.worker.stagings[0]
+        slots = staging.slots
+        assert (slots.free, slots.quarantined) == (6, 2)
+        [stuck] = slots._out
         await goes_on(server, kv)
-        assert (slots.free, slots.quarantined) == (2, 2)
+        assert (slots.free, slots.quarantined) == (6, 2)
         used = {offset for copy in server.device.copies if copy.kind == "scatter" for offset in copy.offsets}
-        assert len(used) == 2
+        assert used
+        assert used.isdisjoint(staging.offsets(stuck))
         gate.release()
         await settle()
-        assert (slots.free, slots.quarantined) == (4, 0)
+        assert (slots.free, slots.quarantined) == (8, 0)
     assert server.left_behind() == []
 
 
@@ -155,6 +158,8 @@ async def test_D6_between_two_batches_no_further_copy_begins() -> None:
         gate = server.runner.hold(CallKind.GET, nth=2)
         request, load, table = await server.load(kv, "r", LONG)
         await gate.reached()
+        # The first batch has landed meanwhile.
+        await anyio.sleep(0.01)
         copies = len(server.device.copies)
         await cancelled_at_once(request)
         server.free(table)
@@ -162,6 +167,26 @@ async def test_D6_between_two_batches_no_further_copy_begins() -> None:
         await settle()
         assert len(server.device.copies) == copies
         assert load.state is LoadState.CANCELLED
+        await goes_on(server, kv)
+    assert server.left_behind() == []
+
+
+async def test_D6_M2_beside_a_store_call_that_hangs_it_waits_for_the_copy_of_the_batch_before_and_for_nothing_else() -> None:
+    server = warm()
+    async with server.open() as kv:
+        server.device.script.delay("scatter", 0.02)
+        gate = server.runner.hold(CallKind.GET, nth=2)
+        request, load, table = await server.load(kv, "r", LONG)
+        await gate.reached()
+        await settle()
+        began = anyio.current_time()
+        await request.cancel()
+        assert anyio.current_time() - began == pytest.approx(0.02, abs=0.003)
+        assert load.state is LoadState.CANCELLED
+        server.free(table)
+        gate.release()
+        await settle()
+        assert len(server.device.copies) == 1
         await goes_on(server, kv)
     assert server.left_behind() == []
 
@@ -203,13 +228,12 @@ async def test_D6_a_queued_save_is_dropped_unread(finishing: bool) -> None:
         await server.compute(kv, request, tokens, table)
         if finishing:
             request.finish()
-        copies = len(server.device.copies)
         await cancelled_at_once(request)
         server.free(table)
         gate.release()
         await busy.finished()
         assert server.stored_blocks(tokens) == []
-        assert len(server.device.copies) == copies + 1  # the other group of `busy`
+        assert len(server.device.copies) == 2  # the groups of `busy`
         await goes_on(server, kv)
     assert server.left_behind() == []
 
@@ -258,12 +282,40 @@ async def test_D6_M3_in_a_put_the_pages_are_free_at_once_and_its_slots_are_not_r
         table = server.allocate(tokens)
         await server.compute(kv, request, tokens, table)
         await gate.reached()
+        # The next batch has been gathered meanwhile.
+        await anyio.sleep(0.01)
         await cancelled_at_once(request)
         # The put reads slots. Overwriting the pages cannot harm what it stores.
         server.free(table)
         await settle()
         assert kv._halves.worker.stagings[1].slots.free == 0
         gate.release()
+        await settle()
+        # What was read before the cancel is put, from its slots; nothing more was read.
+        assert len(server.device.copies) == len([call for call in server.pool.calls if call.operation == "put"]) == 2
+        await goes_on(server, kv)
+    assert server.wrong_values() == []
+    assert server.left_behind() == []
+
+
+async def test_D6_M3_beside_a_put_that_hangs_it_waits_for_the_gather_of_the_next_batch_and_for_nothing_else() -> None:
+    server = warm(slots=4)
+    tokens = list(range(900, 918))
+    async with server.open() as kv:
+        gate = server.runner.hold(CallKind.PUT)
+        server.device.script.delay("gather", 0.02, nth=2)
+        request = kv.open_request("r", tokens)
+        table = server.allocate(tokens)
+        await server.compute(kv, request, tokens, table)
+        await gate.reached()
+        await settle()
+        began = anyio.current_time()
+        await request.cancel()
+        assert anyio.current_time() - began == pytest.approx(0.02, abs=0.003)
+        server.free(table)
+        gate.release()
+        await settle()
+        assert len(server.device.copies) == 2
         await goes_on(server, kv)
     assert server.wrong_values() == []
     assert server.left_behind() == []

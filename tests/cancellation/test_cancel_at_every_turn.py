@@ -24,7 +24,8 @@ class Scenario:
     """One request that looks up, loads, computes and saves, in the block of a connector, with a deadline in no call."""
 
     def __init__(self) -> None:
-        self.server = FakeServer(latency=Latency(get_s=0.001, put_s=0.001))
+        # Few slots, so that the load has four batches and the save two: copies and calls overlap.
+        self.server = FakeServer(slots=4, latency=Latency(get_s=0.001, put_s=0.001))
         self.server.put_in_store(TOKENS[:8])
         self.kv: Connector | None = None
         self.ended = False

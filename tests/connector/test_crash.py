@@ -90,7 +90,9 @@ async def test_M8_a_crash_inside_ends_the_block_and_every_wait_in_other_tasks(
                     monkeypatch.setattr(server.pool, "get", fails)
                 else:
                     monkeypatch.setattr(server.pool, "put", fails)
-                gate.release()
+                if crash != "saver":
+                    # Beside a save that still moves, the load would be done before the saver gets to its put.
+                    gate.release()
                 hold.release()
                 await anyio.sleep(60)
         assert broken.value.__cause__ is not None
@@ -99,6 +101,7 @@ async def test_M8_a_crash_inside_ends_the_block_and_every_wait_in_other_tasks(
     assert all(isinstance(error, ConnectorBroken) for error in ends.values())
     assert anyio.current_time() - began < 2
     probes.release()
+    gate.release()
     with pytest.raises(ConnectorBroken):
         kv.completed()
 
