@@ -1,13 +1,14 @@
 """The demo from beginning to end: a master, a lender of memory, process A, process B."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from importlib.util import find_spec
+from typing import TypeVar
 
 import msgspec
 
-from akv.cli.demo.children import Child, open_child
-from akv.cli.demo.jobs import Figures, Job, Progress, Replayed, TraceFigures, TraceJob, Turn
+from akv.cli.demo.children import open_child
+from akv.cli.demo.jobs import Figures, Job, Line, Progress, Replayed, TraceFigures, TraceJob, Turn
 from akv.cli.demo.process import Part
 from akv.cli.demo.setting import SEGMENT_BYTES, trace_segment_bytes
 from akv.errors import DependencyError
@@ -15,6 +16,9 @@ from akv.pool import open_embedded_master
 
 AfterSaving = Callable[[str, tuple[tuple[Turn, ...], ...]], Awaitable[None]]
 AfterReplaying = Callable[[str, Replayed], Awaitable[None]]
+#: What process A hands over, and what process B's figures are.
+Saved = TypeVar("Saved")
+Served = TypeVar("Served")
 
 
 async def run_demo(
@@ -28,14 +32,14 @@ async def run_demo(
     **Cancellation:** every process is ended before this returns.
     """
     job = Job(backend=backend, master_address="", segment_bytes=SEGMENT_BYTES, conversations=conversations, turns=turns)
-    async with _pool_and_server(job, progress) as (job, process_b):
-        async with open_child(Part.SAVE) as process_a:
-            await process_a.tell(job)
-            answered = await process_a.answer(progress, lambda line: line.answered)
-        if after_saving is not None:
-            await after_saving(job.master_address, answered)
-        await process_b.tell(msgspec.structs.replace(job, answered=answered))
-        return await process_b.answer(progress, lambda line: line.figures)
+    return await _run(
+        job,
+        progress,
+        saved=lambda line: line.answered,
+        after_saving=after_saving,
+        serve=lambda job, answered: msgspec.structs.replace(job, answered=answered),
+        served=lambda line: line.figures,
+    )
 
 
 async def run_trace(
@@ -44,27 +48,39 @@ async def run_trace(
     """Replay a trace in process A and again in process B, and return the figures. All else as for `run_demo`."""
     size = trace_segment_bytes(trace.rows, trace.scale)
     job = Job(backend=backend, master_address="", segment_bytes=size, trace=trace)
-    async with _pool_and_server(job, progress) as (job, process_b):
-        async with open_child(Part.SAVE) as process_a:
-            await process_a.tell(job)
-            replayed = await process_a.answer(progress, lambda line: line.replayed)
-        if after_saving is not None:
-            await after_saving(job.master_address, replayed)
-        await process_b.tell(msgspec.structs.replace(job, replayed=replayed))
-        return await process_b.answer(progress, lambda line: line.trace_figures)
+    return await _run(
+        job,
+        progress,
+        saved=lambda line: line.replayed,
+        after_saving=after_saving,
+        serve=lambda job, replayed: msgspec.structs.replace(job, replayed=replayed),
+        served=lambda line: line.trace_figures,
+    )
 
 
-@asynccontextmanager
-async def _pool_and_server(job: Job, progress: Progress) -> AsyncIterator[tuple[Job, Child]]:
-    """A pool with memory in it, the job with its address, and process B, which waits for its job.
-
-    Process B is started first so that it has imported torch when its turn comes; until then it does nothing.
-    """
+async def _run(
+    job: Job,
+    progress: Progress,
+    *,
+    saved: Callable[[Line], Saved | None],
+    after_saving: Callable[[str, Saved], Awaitable[None]] | None,
+    serve: Callable[[Job, Saved], Job],
+    served: Callable[[Line], Served | None],
+) -> Served:
+    """Process A, then process B. Each waits for its job, so that it has imported torch when its turn comes."""
     missing = [name for name in ("torch", "mooncake", job.backend) if find_spec(name) is None]
     if missing:
         raise DependencyError(f"the demo needs {', '.join(missing)}: pip install 'akv[demo]'")
-    async with open_embedded_master() as address, open_child(Part.LEND) as lender, open_child(Part.SERVE) as process_b:
+    async with open_embedded_master() as address, open_child(Part.LEND) as lender, AsyncExitStack() as later:
         job = msgspec.structs.replace(job, master_address=address)
-        await lender.tell(job)
-        await lender.answer(progress, lambda line: line.ready or None)
-        yield job, process_b
+        async with open_child(Part.SAVE) as process_a:
+            await lender.tell(job)
+            await lender.answer(progress, lambda line: line.ready or None)
+            await process_a.tell(job)
+            # It outlives process A, and two processes that import at a time are enough for two cores.
+            process_b = await later.enter_async_context(open_child(Part.SERVE))
+            outcome = await process_a.answer(progress, saved)
+        if after_saving is not None:
+            await after_saving(address, outcome)
+        await process_b.tell(serve(job, outcome))
+        return await process_b.answer(progress, served)
