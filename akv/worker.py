@@ -34,9 +34,9 @@ from akv.values.layout import Layout
 from akv.values.messages import LoadOrder, PassReport, SaveOrder, Withdrawal
 from akv.values.pressure import Pressure, StagingPressure
 
-#: Pages that one store call moves at most. The store's TCP transport takes 2,052 pieces in flight per peer and wedges beyond;
-#: two loaders and a saver stay below that, and the first pages of a long load reach the device while the rest is on its way.
-LARGEST_BATCH = 512
+#: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
+#: reach the device while the rest is on its way.
+LARGEST_BATCH = 256
 
 
 class WorkerHalf:
@@ -156,8 +156,8 @@ class WorkerHalf:
 
     async def _staging(self, sharers: int) -> Staging:
         slots = self._settings.staging_buffer_bytes // self._slot_bytes
-        share = min(LARGEST_BATCH, slots // sharers)
-        # More slots than the sharers can take would only be pinned for nothing.
+        # Two batches, so that a copy and a store call overlap. More slots than that would only be pinned for nothing.
+        share = min(2 * LARGEST_BATCH, slots // sharers)
         nbytes = share * sharers * self._slot_bytes
         device, pool = self._ports.device, self._ports.pool
         try:
