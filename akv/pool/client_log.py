@@ -26,8 +26,9 @@ from akv.pool.exit_guard import PROCESS_GUARD
 #: "E1130 03:17:50.291244 20289 real_client.cpp:6693] text", and in its first letter how severe the line is.
 _LINE = re.compile(r"(?P<severity>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>[^ \]]+)\] (?P<text>.*)")
 _SEVERITIES = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
-#: What may be a key, ours or another program's: a word with a slash or with as many hexadecimal digits as a hash has.
-_KEY = re.compile(r"[^\s'\",;()\[\]]*(?:/|[0-9a-fA-F]{16})[^\s'\",;()\[\]]*")
+#: What may be a key, ours or another program's: a word with a slash, or with as many hexadecimal digits as half a hash has.
+_WORD = re.compile(r"[^\s'\",;()\[\]]+")
+_LIKE_A_KEY = re.compile(r"/|[0-9a-fA-F]{16}")
 #: Places of the client's source that one reading tells apart; what else was logged is counted at the last of them.
 _MOST_SOURCES = 8
 #: Lines of one reading that are told as they are; a pool that is down logs three for each key.
@@ -207,14 +208,20 @@ def _tell(lines: list[str]) -> None:
             continue  # The file's own head.
         if found is not None:
             severity, source, text = _SEVERITIES[found["severity"]], found["source"], found["text"]
-            if (severity, source) in texts or len(texts) < _MOST_SOURCES:
+            if (severity, source) in texts:
                 place = (severity, source)
-                texts.setdefault(place, _KEY.sub("<key>", text))
+            elif len(texts) < _MOST_SOURCES:
+                place = (severity, source)
+                texts[place] = _without_keys(text)
             if number < _MOST_LINES:
                 emit(POOL_CLIENT_LINE, severity=severity, source=source, text=text)
         counts[place] = counts.get(place, 0) + 1
     for (severity, source), text in texts.items():
         emit(POOL_CLIENT_LOG, severity=severity, source=source, lines=counts[severity, source], text=text)
+
+
+def _without_keys(text: str) -> str:
+    return _WORD.sub(lambda word: "<key>" if _LIKE_A_KEY.search(word[0]) else word[0], text)
 
 
 #: The log of this process's client: glog has one destination for all its stores.

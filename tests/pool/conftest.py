@@ -136,10 +136,10 @@ def memory() -> Callable[..., Memory]:
 
 
 @contextmanager
-def _running_master() -> Iterator[tuple[str, int]]:
+def _running_master(*flags: str) -> Iterator[tuple[str, int]]:
     """A master under the watcher, without an event loop: its address and its process id."""
     rpc_port, metrics_port = embedded.free_ports(2)
-    command = embedded.watched_command(embedded.find_master(), rpc_port, metrics_port)
+    command = [*embedded.watched_command(embedded.find_master(), rpc_port, metrics_port), *flags]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as watcher:
         assert watcher.stdin is not None
         address = f"{embedded.LOOPBACK}:{rpc_port}"
@@ -170,6 +170,13 @@ def own_master() -> Iterator[tuple[str, int]]:
     """A master that a test may stop or kill: its address and its process id."""
     with _running_master() as started:
         yield started
+
+
+@pytest.fixture
+def hasty_master() -> Iterator[str]:
+    """The address of a master whose leases end after a millisecond."""
+    with _running_master("--default_kv_lease_ttl=1") as (address, _):
+        yield address
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """The store client's lines become events; standard error stays as it was, whatever happens to the process (X6)."""
 
+import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,44 @@ def test_what_is_not_captured_is_not_read(events: Events) -> None:
     log.read()
     assert not log.is_captured
     assert events("akv.pool.client_log") == []
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[ClientLog]:
+    """A log whose glog is the test: it writes to files in `tmp_path`."""
+    made = ClientLog()
+    made._folder, made._pid = tmp_path, os.getpid()
+    yield made
+    made._forget()
+
+
+def test_a_line_is_told_once_it_is_whole_and_its_file_lies_nowhere(log: ClientLog, tmp_path: Path, events: Events) -> None:
+    with (tmp_path / "1").open("wb", buffering=0) as file:
+        file.write("\n".join([*HEAD, line("first"), line("second")]).encode())
+        log.read()
+        assert list(tmp_path.iterdir()) == []
+        log.read()
+        assert [event["text"] for event in events("akv.pool.client_line")] == ["first"]
+        file.write(b", which goes on\n")
+        log.read()
+    assert [event["text"] for event in events("akv.pool.client_line")] == ["first", "second, which goes on"]
+
+
+def test_a_file_that_glog_begins_anew_is_followed(log: ClientLog, tmp_path: Path, events: Events) -> None:
+    for name in ("1", "2"):
+        (tmp_path / name).write_text(line(f"in file {name}") + "\n")
+        log.read()
+    assert [event["text"] for event in events("akv.pool.client_line")] == ["in file 1", "in file 2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_read_takes_no_room(log: ClientLog, tmp_path: Path, events: Events) -> None:
+    with (tmp_path / "1").open("wb", buffering=0) as file:
+        for _ in range(3):
+            file.write((line("x" * 1000) + "\n").encode() * 2000)
+            log.read()
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 20
+    assert [event["lines"] for event in events("akv.pool.client_log")] == [2000] * 3
 
 
 PRELUDE = """
@@ -207,10 +246,12 @@ def test_X6_children_write_to_standard_error_as_ever(own_master: tuple[str, int]
 import subprocess
 async def main():
     async with open_pool(settings()) as pool:
-        glog_lines(pool)
+        pool._client.batch_put_from(["akv1/a/key"], [0], [0])
+        sys.stdout.flush()
         child = os.fork()
         if child == 0:
             CLIENT_LOG.read()
+            sys.stdout.flush()
             os.write(2, b"forked ")
             os._exit(0)
         os.waitpid(child, 0)
@@ -221,6 +262,7 @@ run(main)
 """
     ended = captured(run_script, script, own_master[0], tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "forked executed")
+    assert ended.stdout.count("severity='error' source='client_service.cpp") == 2, "told by the parent alone"
     assert "still True\n" in ended.stdout
     assert list(tmp_path.iterdir()) == []
 

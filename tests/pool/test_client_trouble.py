@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from akv.pool import MooncakePool
+from akv.pool import MooncakePool, set_up_store
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
+from akv.settings import StoreSettings
 
 pytestmark = pytest.mark.mooncake
 
@@ -60,6 +61,20 @@ def test_the_form_of_a_call_is_answered_for_every_key(pool: MooncakePool, buffer
     assert client.batch_put_from(["a"], [buffer.address], [0]) == [-600]
     assert client.register_buffer(buffer.address + 1, 1) == -600
     assert client.register_buffer(0, 1) == client.register_buffer(buffer.address, 0) == -600
+
+
+def test_D4_a_get_that_outlasts_its_lease_is_no_hit_though_bytes_came(
+    hasty_master: str, memory: Callable[[int], HostBuffer]
+) -> None:
+    size, count = 4 << 20, 8
+    hasty = set_up_store(StoreSettings(master_address=hasty_master, segment_bytes=64 << 20, local_buffer_bytes=0))
+    buffer = memory(count * size)
+    hasty.register(buffer)
+    keys, offsets = [str(number) for number in range(count)], [number * size for number in range(count)]
+    assert {answer.state for answer in hasty.put(keys, buffer, offsets, [size] * count)} == {KeyState.OK}
+    answers = hasty.get(keys, buffer, offsets, [size] * count)
+    hasty.close()
+    assert answers == [KeyAnswer(KeyState.LEASE_EXPIRED, -707)] * count
 
 
 #: Arguments: the master's address. It lends memory until its input ends.
@@ -151,6 +166,8 @@ def test_O7_a_dead_or_frozen_holder_costs_a_bounded_time_and_is_unavailable(
     assert answers["probe"][:2] == ("ok", 1), "the master does not know yet"
     assert answers["get"][0] in {"unavailable", "lease_expired"}
     assert answers["put"][0] in {"unavailable", "no_space"}
+    if number == signal.SIGKILL:
+        assert answers["get"][:2] == answers["put"][:2] == ("unavailable", -800)
     assert max(seconds for _, _, seconds in answers.values()) < 12.0, "the client's own limit is 30 to 62 seconds"
 
 

@@ -108,3 +108,9 @@ anyio.run(main)
 def test_O6_a_guard_that_is_not_armed_leaves_the_exit_alone(run_script: Run) -> None:
     ended = run_script(PRELUDE + "start(3600)\nPROCESS_GUARD.exit_with(7)\nsys.exit(3)")
     assert ended.returncode == 3, ended.stderr
+
+
+def test_O6_last_words_are_spoken_before_leaving_and_not_at_an_ordinary_exit(run_script: Run) -> None:
+    script = "PROCESS_GUARD.before_leaving(lambda: print('last words'))\n"
+    assert run_script(ARMED + script + "start(3600)").stdout == "last words\n"
+    assert run_script(ARMED + script + "start(0)").stdout == ""

@@ -81,6 +81,14 @@ def test_S5_a_key_listed_twice_is_put_once_its_first_piece_and_answered_alike(me
     assert [answer.state for answer in answers] == [KeyState.NO_SPACE, KeyState.OK, KeyState.NO_SPACE]
 
 
+def test_values_are_removed_by_force_and_answered_in_order() -> None:
+    client = ScriptedClient(lambda _: [0, -704, -703])
+    answers = adapter(client).remove(["a", "b", "c"])
+    assert [answer.state for answer in answers] == [KeyState.OK, KeyState.MISSING, KeyState.REFUSED]
+    assert adapter(client).remove([]) == []
+    assert client.calls == [(["a", "b", "c"], [], [])]
+
+
 def test_a_long_transfer_goes_out_in_parts_and_is_answered_in_order(memory: Callable[[int], HostBuffer]) -> None:
     count = 2 * KEYS_PER_TRANSFER + 3
     buffer = memory(count)
@@ -140,7 +148,7 @@ def test_M1_memory_that_is_not_registered_never_reaches_the_client(memory: Calla
     assert pool.calls_running == 0
 
 
-@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, PAGE + 1), (PAGE, 1), (1, PAGE)])
+@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, PAGE + 1), (PAGE, 1), (1, PAGE), (0, 0), (2, -1)])
 def test_M1_a_piece_outside_its_buffer_never_reaches_the_client(
     offset: int, size: int, memory: Callable[[int], HostBuffer]
 ) -> None:
@@ -151,6 +159,8 @@ def test_M1_a_piece_outside_its_buffer_never_reaches_the_client(
         pool.get(["a"], buffer, [offset], [size])
     with pytest.raises(ValueError, match="do not belong together"):
         pool.get(["a"], buffer, [], [])
+    with pytest.raises(ValueError, match="piece 1"):
+        pool.put(["a", "a"], buffer, [0, offset], [1, size])
     assert client.calls == []
 
 
@@ -190,6 +200,8 @@ def test_O6_a_closed_pool_refuses_and_closes_once(memory: Callable[[int], HostBu
         lambda: pool.probe(["a"]),
         lambda: pool.get(["a"], buffer, [0], [PAGE]),
         lambda: pool.put(["a"], buffer, [0], [PAGE]),
+        lambda: pool.put(["a", "a"], buffer, [0, 0], [PAGE, PAGE]),
+        lambda: pool.remove(["a"]),
         lambda: pool.register(buffer),
     ):
         with pytest.raises(NotOpenError):
@@ -230,6 +242,8 @@ def test_O6_a_forked_child_is_refused_everything(memory: Callable[[int], HostBuf
         lambda: pool.probe(["a"]),
         lambda: pool.get(["a"], buffer, [0], [PAGE]),
         lambda: pool.put(["a"], buffer, [0], [PAGE]),
+        lambda: pool.put(["a", "a"], buffer, [0, 0], [PAGE, PAGE]),
+        lambda: pool.remove(["a"]),
         lambda: pool.register(buffer),
         lambda: pool.unregister(buffer),
         pool.close,

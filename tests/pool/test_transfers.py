@@ -99,6 +99,33 @@ def test_a_call_whose_turn_does_not_come_is_unavailable_and_moves_nothing(memory
     assert {answer.state for answer in many(pool, buffer, 600)} == {KeyState.OK}, "and it left no place in the queue"
 
 
+def test_more_entries_than_the_bound_go_alone() -> None:
+    budget = TransferBudget(10, wait_s=0.01)
+    with budget.hold(11) as granted, budget.hold(1) as beside:
+        assert (granted, beside) == (True, False)
+
+
+def test_who_gives_up_leaves_the_others_their_places() -> None:
+    budget, served = TransferBudget(10, wait_s=5), threading.Event()
+
+    def take() -> None:
+        with budget.hold(5) as granted:
+            if granted:
+                served.set()
+
+    with budget.hold(10):
+        first = threading.Thread(target=take)
+        first.start()
+        while not budget._queue:
+            threading.Event().wait(0.001)
+        budget._wait_s = 0.01
+        with budget.hold(1) as granted:
+            assert not granted
+        assert len(budget._queue) == 1
+    assert served.wait(5)
+    first.join(5)
+
+
 def test_who_asks_first_is_served_first() -> None:
     budget = TransferBudget(10)
     order: list[str] = []

@@ -7,7 +7,7 @@ from akv.ports.pool import KeyAnswer, KeyState, PagePool
 from akv_testing.clock import ManualClock
 from akv_testing.errors import MisuseError, UnregisteredBuffer
 from akv_testing.memory import HOST_POISON, FakeHostBuffer
-from akv_testing.pool import FakePool
+from akv_testing.pool import CODES, FakePool
 from akv_testing.store import EVICTION_DELAY_S, FakeStore
 
 SIZE = 16
@@ -138,6 +138,30 @@ def test_scripts_answer_for_chosen_keys_calls_and_times(clock: ManualClock) -> N
     process.pool.answer("put", KeyState.OK)
     assert process.put("c", 1).state is KeyState.OK
     assert store.value("c") is None, "a scripted OK stores nothing"
+
+
+@pytest.mark.parametrize("state", [state for state in KeyState if state is not KeyState.OK])
+def test_L2_any_bad_answer_can_be_scripted_for_any_call_and_a_get_leaves_poison(clock: ManualClock, state: KeyState) -> None:
+    process = Process(FakeStore(clock))
+    process.put("there", 1)
+    for operation in ("probe", "get", "put"):
+        process.pool.answer(operation, state)
+    bad = KeyAnswer(state, CODES[state])
+    assert bad.code < 0
+    assert process.pool.probe(["there"]) == [bad]
+    assert process.pool.get(["there"], process.buffer, [SIZE], [SIZE]) == [bad]
+    assert process.buffer.host_read(SIZE, SIZE) == bytes([HOST_POISON]) * SIZE
+    assert process.put("new", 2) == bad
+    assert process.probe("new") is KeyState.MISSING
+    assert process.get("there") == (KeyState.OK, b"\x01" * SIZE), "and once only"
+
+
+def test_L2_a_list_of_the_wrong_length_reaches_nobody_but_as_a_refusal_of_every_key(clock: ManualClock) -> None:
+    # What the adapter makes of one; see tests/pool/test_codes.py.
+    process = Process(FakeStore(clock))
+    process.put("a", 1)
+    process.pool.answer("probe", KeyAnswer(KeyState.REFUSED), times=2)
+    assert process.pool.probe(["a", "b"]) == [KeyAnswer(KeyState.REFUSED)] * 2
 
 
 def test_a_store_that_is_down_serves_nobody(clock: ManualClock) -> None:
