@@ -13,7 +13,7 @@ page in the store or in a cache can be checked by itself.
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from hashlib import shake_128
-from typing import Any
+from typing import Any, Self
 
 from akv.connector import Connector, open_connector
 from akv.plan.hashing import Chain, scope_seed
@@ -64,6 +64,14 @@ class FakeServer:
         }
         self.keys = KeySpace.of(self.layout, "akv1", "m")
         self._free = [list(range(pages)) for _ in self.layout.groups]
+
+    @classmethod
+    def warm(cls, *stored: Sequence[int], **arguments: Any) -> Self:
+        """A server whose store holds the whole blocks of these sequences already. `arguments`: the constructor's."""
+        server = cls(**arguments)
+        for tokens in stored:
+            server.put_in_store(tokens)
+        return server
 
     @property
     def store(self) -> FakeStore:

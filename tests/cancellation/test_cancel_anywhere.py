@@ -1,6 +1,6 @@
 """Cancelling one request in each state of its life: its pages come back, what still runs touches nobody's pages."""
 
-from typing import Any
+from functools import partial
 
 import anyio
 import pytest
@@ -9,18 +9,12 @@ from akv import Connector, LoadCancelled, LoadState, Request, Scheduled
 from akv.ports.calls import CallKind
 from akv_testing import settle
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS
 
 pytestmark = pytest.mark.anyio
 
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
 
-
-def warm(**arguments: Any) -> FakeServer:
-    server = FakeServer(**arguments)
-    server.put_in_store(TOKENS)
-    server.put_in_store(LONG)
-    return server
+warm = partial(FakeServer.warm, TOKENS, LONG)
 
 
 async def cancelled_at_once(request: Request) -> None:

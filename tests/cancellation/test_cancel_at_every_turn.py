@@ -13,8 +13,8 @@ from akv_testing import run_virtual, settle
 from akv_testing.calls import Latency
 from akv_testing.clock import BACKENDS
 from akv_testing.server import FakeServer
+from akv_testing.traffic import TOKENS
 
-TOKENS = list(range(18))
 OTHER = list(range(100, 118))
 #: More turns than the scenario below takes.
 TURNS = 120

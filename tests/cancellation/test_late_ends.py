@@ -1,6 +1,6 @@
 """What comes after a cancel: late ends, the block of a request, and lists that nobody fetches."""
 
-from typing import Any
+from functools import partial
 
 import anyio
 import pytest
@@ -10,18 +10,12 @@ from akv.ports.calls import CallKind
 from akv_testing import settle
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS
 
 pytestmark = pytest.mark.anyio
 
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
 
-
-def warm(**arguments: Any) -> FakeServer:
-    server = FakeServer(**arguments)
-    server.put_in_store(TOKENS)
-    server.put_in_store(LONG)
-    return server
+warm = partial(FakeServer.warm, TOKENS, LONG)
 
 
 # -- late ends

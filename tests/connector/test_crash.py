@@ -17,29 +17,9 @@ from akv.values.messages import PassPlan
 from akv_testing import settle
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS, work_of_every_kind
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def warm(**arguments: Any) -> FakeServer:
-    server = FakeServer(**arguments)
-    server.put_in_store(TOKENS)
-    return server
-
-
-async def busy_with_everything(server: FakeServer, kv: Connector) -> None:
-    """A load that is under way, one that is queued behind it, a save that is, and one queued behind that."""
-    for number in range(4):
-        request = kv.open_request(f"load{number}", TOKENS)
-        request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-    for number in range(2):
-        tokens = [number, *LONG]
-        request = kv.open_request(f"save{number}", tokens)
-        await server.compute(kv, request, tokens, server.allocate(tokens))
-    await settle()
 
 
 class EnginesOwn(Exception):
@@ -57,7 +37,7 @@ async def waited(ends: dict[str, BaseException], name: str, wait: Callable[[], A
 async def test_M8_a_crash_inside_ends_the_block_and_every_wait_in_other_tasks(
     crash: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     ends: dict[str, BaseException] = {}
     fault = RuntimeError("planted")
 
@@ -107,7 +87,7 @@ async def test_M8_a_crash_inside_ends_the_block_and_every_wait_in_other_tasks(
 
 
 async def test_M8_an_error_of_the_block_is_not_lost_beside_a_services_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
 
     def fails(*_: object) -> None:
         raise IndexError("planted")
@@ -127,7 +107,7 @@ async def test_M8_an_error_of_the_block_is_not_lost_beside_a_services_fault(monk
 
 
 async def test_M8_the_block_of_a_request_passes_on_what_ended_the_connector() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.GET)
     with pytest.raises(ConnectorBroken):
         async with server.open() as kv:
@@ -141,7 +121,7 @@ async def test_M8_the_block_of_a_request_passes_on_what_ended_the_connector() ->
 
 
 async def test_M8_an_error_of_a_requests_block_is_not_hidden_by_the_end_of_the_connector() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     hold = server.device.script.hold("scatter")
 
     async def breaks(kv: Connector) -> None:
@@ -160,9 +140,9 @@ async def test_M8_an_error_of_a_requests_block_is_not_hidden_by_the_end_of_the_c
 
 
 async def test_L6_a_broken_connector_publishes_nothing_more_at_its_end() -> None:
-    server = warm(latency=Latency(put_s=0.01))
+    server = FakeServer.warm(TOKENS, latency=Latency(put_s=0.01))
     async with server.open() as kv:
-        await busy_with_everything(server, kv)
+        await work_of_every_kind(server, kv)
         with pytest.raises(EngineContractError, match="never made"):
             kv.drop_pass(PassPlan(plan_id=99))
     # Of the first save a batch may have been under way; the queued one is withdrawn.

@@ -11,8 +11,7 @@ import pytest
 from akv_testing.clock import BACKENDS, run_virtual
 from akv_testing.server import FakeServer
 from akv_testing.store import FakeStore
-
-TOKENS = list(range(18))
+from akv_testing.traffic import TOKENS
 
 
 async def one_life(store: FakeStore) -> None:

@@ -1,7 +1,5 @@
 """A connector from its opening to its end: what it leaves behind however its block ends, what it says when it is not open."""
 
-from typing import Any
-
 import anyio
 import pytest
 
@@ -14,32 +12,12 @@ from akv import (
 )
 from akv.ports.calls import CallKind
 from akv.ports.device import HostBuffer
-from akv_testing import settle, tiny_layout
+from akv_testing import tiny_layout
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS, work_of_every_kind
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def warm(**arguments: Any) -> FakeServer:
-    server = FakeServer(**arguments)
-    server.put_in_store(TOKENS)
-    return server
-
-
-async def busy_with_everything(server: FakeServer, kv: Connector) -> None:
-    """A load that is under way, one that is queued behind it, a save that is, and one queued behind that."""
-    for number in range(4):
-        request = kv.open_request(f"load{number}", TOKENS)
-        request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
-    for number in range(2):
-        tokens = [number, *LONG]
-        request = kv.open_request(f"save{number}", tokens)
-        await server.compute(kv, request, tokens, server.allocate(tokens))
-    await settle()
 
 
 class Watched:
@@ -63,10 +41,10 @@ class Watched:
 
 
 async def test_M6_a_normal_end_lets_queued_saves_run_out_and_leaves_nothing() -> None:
-    server = warm(latency=Latency(put_s=0.5))
+    server = FakeServer.warm(TOKENS, latency=Latency(put_s=0.5))
     async with server.open() as kv:
         watched = Watched(server, kv)
-        await busy_with_everything(server, kv)
+        await work_of_every_kind(server, kv)
     watched.assert_all_back()
     for number in range(2):
         assert server.stored_blocks([number, *LONG]) == list(range(9))
@@ -74,7 +52,7 @@ async def test_M6_a_normal_end_lets_queued_saves_run_out_and_leaves_nothing() ->
 
 
 async def test_M6_an_open_plan_ends_with_the_block() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         watched = Watched(server, kv)
         request = kv.open_request("r", LONG)
@@ -88,12 +66,12 @@ class EnginesOwn(Exception):
 
 
 async def test_M6_an_exception_leaves_as_it_is_and_nothing_stays() -> None:
-    server = warm(latency=Latency(put_s=0.5))
+    server = FakeServer.warm(TOKENS, latency=Latency(put_s=0.5))
     raised = EnginesOwn("mine")
     with pytest.raises(EnginesOwn) as error:
         async with server.open() as kv:
             watched = Watched(server, kv)
-            await busy_with_everything(server, kv)
+            await work_of_every_kind(server, kv)
             try:
                 raise KeyError("first")
             except KeyError:
@@ -108,7 +86,7 @@ async def test_M6_an_exception_leaves_as_it_is_and_nothing_stays() -> None:
 
 
 async def test_M6_a_group_of_exceptions_leaves_as_it_is() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     with pytest.RaisesGroup(EnginesOwn, EnginesOwn, match="mine"):
         async with server.open() as kv:
             watched = Watched(server, kv)
@@ -118,13 +96,13 @@ async def test_M6_a_group_of_exceptions_leaves_as_it_is() -> None:
 
 @pytest.mark.parametrize("held", ["get", "scatter", "gather", "put", "nothing"])
 async def test_M6_a_cancelled_block_leaves_nothing_and_waits_for_no_deadline(held: str) -> None:
-    server = warm(latency=Latency(get_s=0.01, put_s=0.01))
+    server = FakeServer.warm(TOKENS, latency=Latency(get_s=0.01, put_s=0.01))
     if held in {"scatter", "gather"}:
         server.device.script.delay("scatter" if held == "scatter" else "gather", 0.02)
     with anyio.move_on_after(0.005 if held == "get" else 0.012 if held in {"scatter", "put"} else 0.002) as scope:
         async with server.open() as kv:
             watched = Watched(server, kv)
-            await busy_with_everything(server, kv)
+            await work_of_every_kind(server, kv)
             await anyio.sleep_forever()
     assert scope.cancelled_caught
     assert anyio.current_time() < 0.2
@@ -132,10 +110,10 @@ async def test_M6_a_cancelled_block_leaves_nothing_and_waits_for_no_deadline(hel
 
 
 async def test_O6_a_stuck_store_call_is_waited_for_no_longer_than_the_deadline_and_its_buffer_stays_registered() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.GET)
     async with server.open(shutdown_deadline_s=2.0) as kv:
-        await busy_with_everything(server, kv)
+        await work_of_every_kind(server, kv)
         await gate.reached()
         began = anyio.current_time()
     assert 2.0 <= anyio.current_time() - began <= 3.1
@@ -144,10 +122,10 @@ async def test_O6_a_stuck_store_call_is_waited_for_no_longer_than_the_deadline_a
 
 
 async def test_O6_a_stuck_put_is_bounded_too() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.PUT)
     async with server.open(shutdown_deadline_s=2.0) as kv:
-        await busy_with_everything(server, kv)
+        await work_of_every_kind(server, kv)
         await gate.reached()
         began = anyio.current_time()
     assert anyio.current_time() - began <= 3.1
@@ -159,7 +137,7 @@ async def test_O6_a_stuck_put_is_bounded_too() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_M6_an_opening_that_fails_half_way_leaves_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     register, calls = server.pool.register, []
 
     def refuses(buffer: HostBuffer) -> None:
@@ -178,7 +156,7 @@ async def test_M6_an_opening_that_fails_half_way_leaves_nothing(failing: int, mo
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize("after_body", [False, True])
 async def test_M6_an_opening_that_is_cancelled_leaves_nothing(nth: int, after_body: bool) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.COPY, nth=nth, after_body=after_body)
 
     async def release_later() -> None:

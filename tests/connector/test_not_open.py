@@ -13,17 +13,9 @@ from akv import (
 from akv.ports.calls import CallKind
 from akv_testing import run_virtual
 from akv_testing.server import FakeServer
+from akv_testing.traffic import TOKENS
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def warm(**arguments: Any) -> FakeServer:
-    server = FakeServer(**arguments)
-    server.put_in_store(TOKENS)
-    return server
 
 
 async def test_use_before_the_block_says_how_to_open() -> None:
@@ -42,7 +34,7 @@ async def test_use_before_the_block_says_how_to_open() -> None:
 
 
 async def test_use_after_the_block_is_refused_everywhere() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
@@ -85,7 +77,7 @@ def test_use_in_a_forked_child_is_refused_and_never_hangs() -> None:
         return 0
 
     async def main() -> None:
-        server = warm()
+        server = FakeServer.warm(TOKENS)
         gate = server.runner.hold(CallKind.GET)
         async with server.open() as kv:
             request = kv.open_request("r", TOKENS)

@@ -1,8 +1,5 @@
 """Reservations and loads: which pages are whose, in which order bytes move, and how a load ends."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import anyio
 import pytest
 
@@ -21,24 +18,13 @@ from akv.ports.pool import KeyState
 from akv_testing import UnorderedAccess, settle
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS
 
 pytestmark = pytest.mark.anyio
 
-#: Four whole blocks and two tokens.
-TOKENS = list(range(18))
-#: Nine whole blocks and two tokens, so two batches and a bit with the test server's share of four slots.
-LONG = list(range(100, 138))
-
-
-def warm(tokens: Sequence[int] = TOKENS, **arguments: Any) -> FakeServer:
-    """A server whose pool holds these tokens."""
-    server = FakeServer(**arguments)
-    server.put_in_store(tokens)
-    return server
-
 
 async def test_D2_a_load_fills_the_pages_of_every_group_and_leaves_the_local_match_alone() -> None:
-    server = warm(LONG)
+    server = FakeServer.warm(LONG)
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", LONG, 8)
         assert [load.state] == [None]
@@ -56,7 +42,7 @@ async def test_D2_a_load_fills_the_pages_of_every_group_and_leaves_the_local_mat
 
 @pytest.mark.parametrize("slots", [2, 4, 6, 40])
 async def test_D2_a_load_is_cut_into_batches_that_fit_the_slots(slots: int) -> None:
-    server = warm(LONG, slots=slots)
+    server = FakeServer.warm(LONG, slots=slots)
     async with server.open() as kv:
         _, load, table = await server.load(kv, "r", LONG)
         await load.wait()
@@ -65,7 +51,7 @@ async def test_D2_a_load_is_cut_into_batches_that_fit_the_slots(slots: int) -> N
 
 
 async def test_D1_others_go_on_while_a_load_is_parked() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.GET)
     async with server.open() as kv:
         _, parked, _ = await server.load(kv, "parked", TOKENS)
@@ -82,7 +68,7 @@ async def test_D1_others_go_on_while_a_load_is_parked() -> None:
 
 
 async def test_D1_two_loaders_work_at_the_same_time_and_a_third_load_waits() -> None:
-    server = warm(latency=Latency(get_s=1.0))
+    server = FakeServer.warm(TOKENS, latency=Latency(get_s=1.0))
     async with server.open() as kv:
         loads = [(await server.load(kv, f"r{number}", TOKENS))[1] for number in range(3)]
         await loads[0].wait()
@@ -95,7 +81,7 @@ async def test_D1_two_loaders_work_at_the_same_time_and_a_third_load_waits() -> 
 
 
 async def test_D1_a_load_does_not_wait_for_passes_that_were_queued_after_its_reservation() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request, load, _ = await server.load(kv, "r", TOKENS)
         server.device.kernel(writes=[(0, 60, 1)], duration_s=1.0)
@@ -119,7 +105,7 @@ async def load_behind_a_kernel(server: FakeServer, kv: Connector) -> None:
 
 
 async def test_D5_no_copy_into_a_page_runs_before_its_previous_owners_kernels() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         await load_behind_a_kernel(server, kv)
         assert anyio.current_time() > 0.02
@@ -128,7 +114,7 @@ async def test_D5_no_copy_into_a_page_runs_before_its_previous_owners_kernels() 
 async def test_D5_without_the_fence_the_same_load_is_a_race_that_the_fake_device_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     too_early = server.device.record()
     monkeypatch.setattr(server.device, "record", lambda: too_early)
     with pytest.raises(ConnectorBroken) as broken:
@@ -140,7 +126,7 @@ async def test_D5_without_the_fence_the_same_load_is_a_race_that_the_fake_device
 
 
 async def test_D5_M4_loaded_is_announced_only_after_the_copys_event_and_the_next_pass_may_read() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.device.script.hold("scatter")
     async with server.open() as kv:
         _, load, table = await server.load(kv, "r", TOKENS)
@@ -157,7 +143,7 @@ async def test_D5_M4_loaded_is_announced_only_after_the_copys_event_and_the_next
 
 
 async def test_M4_the_execution_stream_is_ordered_behind_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = warm(LONG)
+    server = FakeServer.warm(LONG)
     waited: list[object] = []
     monkeypatch.setattr(server.device, "execution_waits_for", waited.append)
     async with server.open() as kv:
@@ -170,7 +156,7 @@ async def test_M4_the_execution_stream_is_ordered_behind_every_copy(monkeypatch:
 
 
 async def test_D9_an_offer_honoured_with_nothing_completes_as_an_empty_load_at_once() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         offer = await request.lookup()
@@ -185,7 +171,7 @@ async def test_D9_an_offer_honoured_with_nothing_completes_as_an_empty_load_at_o
 
 
 async def test_D9_a_load_of_nothing_takes_no_queued_loads_turn() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold_all(CallKind.GET)
     async with server.open() as kv:
         loads = [(await server.load(kv, f"r{number}", TOKENS))[1] for number in range(3)]
@@ -199,7 +185,7 @@ async def test_D9_a_load_of_nothing_takes_no_queued_loads_turn() -> None:
 
 
 async def test_D9_what_was_loaded_is_not_listed_for_saving() -> None:
-    server = warm(LONG)
+    server = FakeServer.warm(LONG)
     server.store.remove(server.keys_of(LONG)[1][8])
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", LONG)
@@ -217,7 +203,7 @@ FAULTS = [state for state in KeyState if state not in {KeyState.OK, KeyState.NO_
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_D3_D2_a_get_that_fails_fails_its_request_alone_and_gives_everything_back(fault: KeyState) -> None:
-    server = warm(LONG)
+    server = FakeServer.warm(LONG)
     key = server.keys_of(LONG)[1][5]
     server.pool.answer("get", fault, key=key)
     async with server.open() as kv:
@@ -242,7 +228,7 @@ async def test_D3_D2_a_get_that_fails_fails_its_request_alone_and_gives_everythi
 
 
 async def test_D3_what_landed_of_a_failed_load_is_discarded_and_no_pass_may_build_on_it() -> None:
-    server = warm(LONG)
+    server = FakeServer.warm(LONG)
     server.pool.answer("get", KeyState.MISSING, key=server.keys_of(LONG)[0][8])
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", LONG, 4)
@@ -265,7 +251,7 @@ async def test_D3_what_landed_of_a_failed_load_is_discarded_and_no_pass_may_buil
 
 
 async def test_D3_a_longer_local_match_after_a_failed_load_may_be_built_on() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     server.pool.answer("get", KeyState.MISSING)
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", TOKENS)
@@ -277,7 +263,7 @@ async def test_D3_a_longer_local_match_after_a_failed_load_may_be_built_on() -> 
 
 @pytest.mark.parametrize("kind", [CallKind.GET, CallKind.COPY])
 async def test_D3_a_load_has_a_deadline_from_its_dispatch(kind: CallKind) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open(load_deadline_s=0.02, loaders=1) as kv:
         gate = server.runner.hold(kind)
         _, load, table = await server.load(kv, "r", TOKENS)
@@ -300,7 +286,7 @@ async def test_D3_a_load_has_a_deadline_from_its_dispatch(kind: CallKind) -> Non
 
 
 async def test_D3_a_copy_that_fails_fails_the_load() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     server.device.script.fail_copy("scatter", RuntimeError("ECC"), nth=2)
     async with server.open() as kv:
         request, load, _ = await server.load(kv, "r", TOKENS)
@@ -313,7 +299,7 @@ async def test_D3_a_copy_that_fails_fails_the_load() -> None:
 
 
 async def test_D3_a_copy_that_is_refused_at_its_call_fails_the_load() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     server.device.script.fail_call("scatter", RuntimeError("bad stream"))
     async with server.open() as kv:
         _, load, _ = await server.load(kv, "r", TOKENS)
@@ -323,7 +309,7 @@ async def test_D3_a_copy_that_is_refused_at_its_call_fails_the_load() -> None:
 
 
 async def test_D2_waiting_may_be_cancelled_and_the_load_goes_on() -> None:
-    server = warm(latency=Latency(get_s=1.0))
+    server = FakeServer.warm(TOKENS, latency=Latency(get_s=1.0))
     async with server.open() as kv:
         _, load, _ = await server.load(kv, "r", TOKENS)
         with anyio.move_on_after(0.5):
@@ -336,7 +322,7 @@ async def test_D2_waiting_may_be_cancelled_and_the_load_goes_on() -> None:
 
 
 async def test_completed_is_level_triggered_and_wakes_a_batching_loop() -> None:
-    server = warm(latency=Latency(get_s=1.0))
+    server = FakeServer.warm(TOKENS, latency=Latency(get_s=1.0))
     async with server.open() as kv:
         request, _, _ = await server.load(kv, "r", TOKENS)
         assert kv.completed() == []

@@ -1,5 +1,6 @@
 """Lookups: what is asked, what counts, and what a slow or silent pool makes of the answer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -12,30 +13,26 @@ from akv.ports.pool import KeyAnswer, KeyState
 from akv_testing import settle
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import TOKENS
 
 pytestmark = pytest.mark.anyio
 
-#: Four whole blocks of four tokens and two tokens more.
-TOKENS = list(range(18))
 
-
-async def offered(server: FakeServer, local_tokens: int = 0, tokens: list[int] = TOKENS, **settings: Any) -> Offer:
+async def offered(server: FakeServer, local_tokens: int = 0, tokens: Sequence[int] = TOKENS, **settings: Any) -> Offer:
     async with server.open(**settings) as kv:
         return await kv.open_request("r", tokens).lookup(local_tokens)
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(16, 3), (17, 4), (18, 4), (5, 1), (4, 0), (1, 0)])
 async def test_L1_a_hit_of_the_whole_prompt_leaves_a_token_to_compute(length: int, blocks: int) -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     offer = await offered(server, tokens=TOKENS[:length])
     assert (offer.tokens, offer.local_tokens) == (4 * blocks, 0)
     assert offer.outcome is (LookupOutcome.FULL if blocks else LookupOutcome.SKIPPED)
 
 
 async def test_L1_an_offer_starts_at_the_local_match_and_asks_for_nothing_below() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     offer = await offered(server, local_tokens=8)
     assert (offer.tokens, offer.local_tokens) == (8, 8)
     asked = {key for call in server.pool.calls for key in call.keys}
@@ -48,16 +45,14 @@ async def test_L1_an_offer_starts_at_the_local_match_and_asks_for_nothing_below(
 async def test_L1_a_local_match_off_a_block_or_at_the_end_is_offered_nothing(
     local_tokens: int, outcome: LookupOutcome
 ) -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     offer = await offered(server, local_tokens=local_tokens)
     assert (offer.tokens, offer.outcome) == (0, outcome)
     assert server.pool.calls == []
 
 
 async def test_L1_a_local_match_beyond_the_prompt_is_the_engines_fault_and_the_connector_goes_on() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         req = kv.open_request("r", TOKENS)
         with pytest.raises(EngineContractError, match="'r'"):
@@ -68,8 +63,7 @@ async def test_L1_a_local_match_beyond_the_prompt_is_the_engines_fault_and_the_c
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("hole", [0, 2])
 async def test_L2_a_page_that_is_missing_in_any_group_ends_the_offer(group: int, hole: int) -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     server.store.remove(server.keys_of(TOKENS)[group][hole])
     offer = await offered(server)
     assert offer.tokens == 4 * hole
@@ -81,15 +75,13 @@ async def test_L2_a_page_that_is_missing_in_any_group_ends_the_offer(group: int,
     [state for state in KeyState if state is not KeyState.OK] + [KeyAnswer(KeyState.REFUSED, 7)],
 )
 async def test_L2_only_an_answer_that_the_key_is_there_counts(answer: KeyState | KeyAnswer) -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     server.pool.answer("probe", answer, key=server.keys_of(TOKENS)[1][3])
     assert (await offered(server)).tokens == 12
 
 
 async def test_L2_a_pool_that_answers_nobody_is_unavailable_and_not_an_error() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     server.store.down = True
     offer = await offered(server)
     assert (offer.tokens, offer.outcome) == (0, LookupOutcome.UNAVAILABLE)
@@ -186,8 +178,7 @@ async def test_L3_hashing_gives_way_to_other_tasks(monkeypatch: pytest.MonkeyPat
 
 
 async def test_L4_past_the_deadline_the_answer_is_a_miss_and_nothing_is_held_by_the_probe_that_still_runs() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.PROBE)
     async with server.open(lookup_deadline_s=1.0) as kv:
         async with kv.request("r", TOKENS) as req:
@@ -238,8 +229,7 @@ async def test_L5_asking_again_gives_what_a_fresh_lookup_would_and_moves_no_mark
 
 
 async def test_L7_a_request_that_does_not_read_is_offered_nothing_and_saved_all_the_same() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS[:8])
+    server = FakeServer.warm(TOKENS[:8])
     async with server.open() as kv:
         async with kv.request("r", TOKENS, reads_cache=False) as req:
             offer = await req.lookup()
@@ -251,16 +241,14 @@ async def test_L7_a_request_that_does_not_read_is_offered_nothing_and_saved_all_
 
 
 async def test_L7_a_producer_does_not_read() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     offer = await offered(server, role="producer")
     assert (offer.tokens, offer.outcome) == (0, LookupOutcome.NOT_READING)
     assert server.pool.calls == []
 
 
 async def test_K1_another_scope_finds_nothing() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         assert (await kv.open_request("a", TOKENS, Scope(salt="tenant-a")).lookup()).tokens == 0
         assert (await kv.open_request("b", TOKENS).lookup()).tokens == 16

@@ -9,28 +9,13 @@ import pytest
 from akv import (
     ConnectorBroken,
     EngineContractError,
-    Request,
-    Scheduled,
 )
 from akv.ports.calls import CallKind
 from akv.values.messages import PassPlan
-from akv_testing.server import FakeServer, PageTable
+from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS, blocks_to_save, part
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def part(request: Request, before: int, tokens: int, table: PageTable, drafts: int = 0) -> Scheduled:
-    return Scheduled(request=request, computed_before=before, tokens=tokens, draft_tokens=drafts, pages=table)
-
-
-def blocks(plan: PassPlan) -> list[int]:
-    """The blocks that a plan of one request would save; the same in every group."""
-    listed = {group.blocks for order in plan.saves for group in order.groups}
-    assert len(listed) < 2
-    return [block for group in listed for block in group]
 
 
 async def test_S2_a_plan_changes_nothing_and_one_that_never_ran_saves_again() -> None:
@@ -41,10 +26,10 @@ async def test_S2_a_plan_changes_nothing_and_one_that_never_ran_saves_again() ->
         first = kv.plan_pass([part(request, 0, 18, table)])
         kv.drop_pass(first)
         second = kv.plan_pass([part(request, 0, 18, table)])
-        assert blocks(second) == blocks(first) == [0, 1, 2, 3]
+        assert blocks_to_save(second) == blocks_to_save(first) == [0, 1, 2, 3]
         server.write(TOKENS, table)
         await kv.after_forward(second)
-        assert blocks(kv.plan_pass([part(request, 18, 1, table)])) == []
+        assert blocks_to_save(kv.plan_pass([part(request, 18, 1, table)])) == []
         await request.finished()
     assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]
 
@@ -88,7 +73,7 @@ async def test_S2_overlapping_plans_that_list_the_same_blocks_save_each_once() -
         table = server.allocate(LONG)
         one = kv.plan_pass([part(request, 0, 20, table)])
         two = kv.plan_pass([part(request, 20, 18, table)])
-        assert blocks(two) == list(range(9))
+        assert blocks_to_save(two) == list(range(9))
         server.write(LONG, table, 0, 5)
         await kv.after_forward(one)
         server.write(LONG, table, 5)
@@ -100,8 +85,7 @@ async def test_S2_overlapping_plans_that_list_the_same_blocks_save_each_once() -
 
 
 async def test_L6_a_plan_that_was_never_made_breaks_the_connector_for_every_call_and_every_waiter() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS)
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold_all(CallKind.GET)
     ends: dict[str, BaseException] = {}
 
@@ -193,4 +177,4 @@ async def test_L6_two_blocks_of_one_page_are_refused_before_either_is_saved() ->
             kv.plan_pass([part(request, 0, 18, table)])
         # A block without a page is none of them, however many there are.
         table[1][1] = table[1][3] = -1
-        assert blocks(kv.plan_pass([part(request, 0, 18, table)])) == [0, 2]
+        assert blocks_to_save(kv.plan_pass([part(request, 0, 18, table)])) == [0, 2]

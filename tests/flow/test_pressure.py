@@ -9,16 +9,9 @@ from akv import LoadState, LookupOutcome, Request
 from akv.ports.calls import CallKind
 from akv_testing import settle
 from akv_testing.server import FakeServer
+from akv_testing.traffic import TOKENS
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-
-
-def warm(**settings: Any) -> FakeServer:
-    server = FakeServer(**settings)
-    server.put_in_store(TOKENS)
-    return server
 
 
 async def parked(server: FakeServer, request: Request, **how: Any) -> Any:
@@ -38,7 +31,7 @@ async def test_V4_an_idle_connector_is_under_no_pressure() -> None:
 
 
 async def test_V4_loads_under_way_are_counted_and_given_up_calls_hold_slots() -> None:
-    server = warm(loaders=1)
+    server = FakeServer.warm(TOKENS, loaders=1)
     async with server.open() as kv:
         gate = server.runner.hold(CallKind.GET)
         requests = [kv.open_request(str(number), TOKENS) for number in range(3)]
@@ -75,7 +68,7 @@ async def test_V4_the_backlog_is_the_bytes_of_saves_that_have_not_ended() -> Non
 
 
 async def test_V4_beyond_the_limit_of_parked_loads_a_lookup_offers_nothing_and_asks_nobody() -> None:
-    server = warm(max_parked_loads=2)
+    server = FakeServer.warm(TOKENS, max_parked_loads=2)
     async with server.open() as kv:
         gate = server.runner.hold_all(CallKind.GET)
         requests = [kv.open_request(str(number), TOKENS) for number in range(3)]
@@ -92,7 +85,7 @@ async def test_V4_beyond_the_limit_of_parked_loads_a_lookup_offers_nothing_and_a
 
 
 async def test_V4_of_queued_loads_the_larger_priority_goes_first_and_equal_ones_in_order() -> None:
-    server = warm(loaders=1)
+    server = FakeServer.warm(TOKENS, loaders=1)
     ended: list[str] = []
 
     async def waited(name: str, load: Any) -> None:

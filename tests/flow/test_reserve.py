@@ -1,6 +1,5 @@
 """What an engine may not hand over: each is refused at its call, and nothing is taken (L6)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,20 +11,9 @@ from akv import (
 )
 from akv.ports.calls import CallKind
 from akv_testing.server import FakeServer, PageTable
+from akv_testing.traffic import LONG, TOKENS
 
 pytestmark = pytest.mark.anyio
-
-#: Four whole blocks and two tokens.
-TOKENS = list(range(18))
-#: Nine whole blocks and two tokens, so two batches and a bit with the test server's share of four slots.
-LONG = list(range(100, 138))
-
-
-def warm(tokens: Sequence[int] = TOKENS, **arguments: Any) -> FakeServer:
-    """A server whose pool holds these tokens."""
-    server = FakeServer(**arguments)
-    server.put_in_store(tokens)
-    return server
 
 
 def bad_tables(table: PageTable) -> dict[str, Any]:
@@ -42,7 +30,7 @@ def bad_tables(table: PageTable) -> dict[str, Any]:
 
 @pytest.mark.parametrize("message", list(bad_tables([[0, 1, 2, 3], [0, 1, 2, 3]])))
 async def test_L6_a_page_table_that_cannot_be_is_refused_and_nothing_is_taken(message: str) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         offer = await request.lookup()
@@ -54,7 +42,7 @@ async def test_L6_a_page_table_that_cannot_be_is_refused_and_nothing_is_taken(me
 
 @pytest.mark.parametrize("honoured", [-4, 3, 17, 20])
 async def test_L6_an_honoured_count_that_is_no_part_of_the_offer_is_refused_and_nothing_is_taken(honoured: int) -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         offer = await request.lookup()
@@ -67,7 +55,7 @@ async def test_L6_an_honoured_count_that_is_no_part_of_the_offer_is_refused_and_
 
 
 async def test_L6_an_offer_of_another_request_or_of_an_earlier_use_of_the_id_is_refused() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         first = kv.open_request("r", TOKENS)
         offer = await first.lookup()
@@ -83,7 +71,7 @@ async def test_L6_an_offer_of_another_request_or_of_an_earlier_use_of_the_id_is_
 
 
 async def test_L6_a_second_reservation_and_a_page_in_use_are_refused_and_the_first_is_untouched() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.GET)
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", TOKENS)
@@ -99,7 +87,7 @@ async def test_L6_a_second_reservation_and_a_page_in_use_are_refused_and_the_fir
 
 
 async def test_D2_L6_pages_that_a_save_reads_cannot_be_lent() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.PUT)
     async with server.open() as kv:
         saving = kv.open_request("saving", LONG)
@@ -116,7 +104,7 @@ async def test_D2_L6_pages_that_a_save_reads_cannot_be_lent() -> None:
 
 
 async def test_L6_a_pass_over_a_request_that_loads_is_refused() -> None:
-    server = warm()
+    server = FakeServer.warm(TOKENS)
     gate = server.runner.hold(CallKind.GET)
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", TOKENS)

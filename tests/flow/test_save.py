@@ -8,32 +8,16 @@ from akv import (
     Connector,
     ConnectorBroken,
     EngineContractError,
-    Request,
     SavesCompleted,
-    Scheduled,
 )
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
-from akv.values.messages import PassPlan
 from akv_testing import UnorderedAccess, settle
 from akv_testing.calls import Latency
-from akv_testing.server import FakeServer, PageTable
+from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS, blocks_to_save, part
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def part(request: Request, before: int, tokens: int, table: PageTable, drafts: int = 0) -> Scheduled:
-    return Scheduled(request=request, computed_before=before, tokens=tokens, draft_tokens=drafts, pages=table)
-
-
-def blocks(plan: PassPlan) -> list[int]:
-    """The blocks that a plan of one request would save; the same in every group."""
-    listed = {group.blocks for order in plan.saves for group in order.groups}
-    assert len(listed) < 2
-    return [block for group in listed for block in group]
 
 
 async def saves_ended(kv: Connector) -> SavesCompleted:
@@ -73,7 +57,7 @@ async def test_S1_chunked_prefill_saves_each_block_with_the_pass_that_completes_
         listed = []
         for before in range(0, 38, 10):
             plan = kv.plan_pass([part(request, before, min(10, 38 - before), table)])
-            listed.append(blocks(plan))
+            listed.append(blocks_to_save(plan))
             server.write(LONG, table, before // 4, min(38, before + 10) // 4)
             await kv.after_forward(plan)
         assert listed == [[0, 1], [2, 3, 4], [5, 6], [7, 8]]
@@ -92,9 +76,9 @@ async def test_S1_L2_a_block_that_lacks_a_page_in_one_group_is_not_listed() -> N
         table = server.allocate(TOKENS)
         missing = table[1][1]
         table[1][1] = NO_PAGE
-        assert blocks(kv.plan_pass([part(request, 0, 18, table)])) == [0, 2, 3]
+        assert blocks_to_save(kv.plan_pass([part(request, 0, 18, table)])) == [0, 2, 3]
         table[1][1] = missing
-        assert blocks(kv.plan_pass([part(request, 0, 18, table)])) == [0, 1, 2, 3]
+        assert blocks_to_save(kv.plan_pass([part(request, 0, 18, table)])) == [0, 1, 2, 3]
 
 
 async def test_K6_a_block_with_tokens_that_were_not_told_yet_is_not_saved() -> None:
@@ -103,9 +87,9 @@ async def test_K6_a_block_with_tokens_that_were_not_told_yet_is_not_saved() -> N
         request = kv.open_request("r", TOKENS)
         table = server.allocate(8)
         plan = kv.plan_pass([part(request, 0, 20, table)])
-        assert blocks(plan) == [0, 1, 2, 3]
+        assert blocks_to_save(plan) == [0, 1, 2, 3]
         request.append([18, 19])
-        assert blocks(kv.plan_pass([part(request, 0, 20, table)])) == [0, 1, 2, 3, 4]
+        assert blocks_to_save(kv.plan_pass([part(request, 0, 20, table)])) == [0, 1, 2, 3, 4]
 
 
 # -- order of accesses
@@ -213,10 +197,10 @@ async def test_S2_refused_blocks_step_back_and_are_offered_again_after_the_back_
         await server.compute(kv, request, TOKENS, table)
         await anyio.sleep(0.5)
         assert server.stored_blocks(TOKENS) == [0, 1, 3]
-        assert blocks(kv.plan_pass([part(request, 18, 1, table)])) == []
+        assert blocks_to_save(kv.plan_pass([part(request, 18, 1, table)])) == []
         await anyio.sleep(0.6)
         plan = kv.plan_pass([part(request, 18, 1, table)])
-        assert blocks(plan) == [2]
+        assert blocks_to_save(plan) == [2]
         await kv.after_forward(plan)
         await request.finished()
     assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]

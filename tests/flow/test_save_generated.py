@@ -9,27 +9,12 @@ from akv import (
     Connector,
     LoadState,
     Request,
-    Scheduled,
 )
-from akv.values.messages import PassPlan
 from akv_testing import FakeStore
 from akv_testing.server import FakeServer, PageTable
+from akv_testing.traffic import LONG, TOKENS, blocks_to_save, part
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = list(range(18))
-LONG = list(range(100, 138))
-
-
-def part(request: Request, before: int, tokens: int, table: PageTable, drafts: int = 0) -> Scheduled:
-    return Scheduled(request=request, computed_before=before, tokens=tokens, draft_tokens=drafts, pages=table)
-
-
-def blocks(plan: PassPlan) -> list[int]:
-    """The blocks that a plan of one request would save; the same in every group."""
-    listed = {group.blocks for order in plan.saves for group in order.groups}
-    assert len(listed) < 2
-    return [block for group in listed for block in group]
 
 
 # -- generated tokens
@@ -84,7 +69,7 @@ async def test_S12_overlap_scheduling_a_token_that_is_told_after_the_plan_is_sav
         await server.compute(kv, request, TOKENS, table)
         for before in (18, 19):
             plan = kv.plan_pass([part(request, before, 1, table)])
-            assert blocks(plan) == []
+            assert blocks_to_save(plan) == []
             server.write(tokens[: before + 1], table, 4)
             await kv.after_forward(plan)
             request.append([tokens[before]])
@@ -170,8 +155,7 @@ async def test_content_that_two_servers_computed_is_put_by_both_and_keeps_its_fi
 
 
 async def test_L7_a_consumer_saves_nothing() -> None:
-    server = FakeServer()
-    server.put_in_store(TOKENS[:8])
+    server = FakeServer.warm(TOKENS[:8])
     async with server.open(role="consumer") as kv:
         async with kv.request("r", TOKENS) as request:
             table = server.allocate(TOKENS)
