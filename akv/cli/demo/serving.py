@@ -5,12 +5,11 @@ same conversations itself and reuses its own pages (the reference), and one that
 resume behind the same block and cut the rest alike, so their logits are equal bit for bit or something is wrong (Q1).
 """
 
-from statistics import median
-
 from akv import open_connector
 from akv.cli.demo.conversations import reusable_tokens
 from akv.cli.demo.jobs import Figures, Job, Progress, TimesToFirstToken
 from akv.cli.demo.moved import BytesMoved
+from akv.cli.demo.rounding import milliseconds, share
 from akv.cli.demo.saving import answer_all
 from akv.cli.demo.setting import ANSWER_TOKENS, TOKENS_PER_BLOCK, engine_config, settings
 from akv_testing.engine import Engine, Model, Pages, Result, open_engine
@@ -58,8 +57,6 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
         await answer_all(reference, job, lambda done, of: progress("reference run", done, of))
         await _warm_up(reference)
         await _compare_all(job, reference, engine, comparison, progress)
-    times = (comparison.cold, comparison.pool_hit, comparison.local_hit)
-    cold, pool_hit, local_hit = (round(1000 * median(seconds), 2) if seconds else 0.0 for seconds in times)
     return Figures(
         layout="full",
         backend=job.backend,
@@ -67,14 +64,18 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
         prompt_tokens=comparison.prompt_tokens,
         reusable_tokens=comparison.reusable_tokens,
         from_pool_tokens=comparison.from_pool_tokens,
-        reuse=round(comparison.from_pool_tokens / max(1, comparison.reusable_tokens), 4),
+        reuse=share(comparison.from_pool_tokens, comparison.reusable_tokens),
         compared=comparison.compared,
         identical_to_local_reuse=comparison.identical,
         pages_compared=comparison.pages_compared,
         page_mismatches=comparison.page_mismatches,
         bytes_saved=moved.saved,
         bytes_loaded=moved.loaded,
-        ttft_ms=TimesToFirstToken(cold=cold, pool_hit=pool_hit, local_hit=local_hit),
+        ttft_ms=TimesToFirstToken(
+            cold=milliseconds(comparison.cold),
+            pool_hit=milliseconds(comparison.pool_hit),
+            local_hit=milliseconds(comparison.local_hit),
+        ),
     )
 
 

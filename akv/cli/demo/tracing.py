@@ -5,13 +5,13 @@ Both answer many requests at a time, so what a pass computes together is chance.
 """
 
 from collections.abc import Callable
-from statistics import median
 
 from akv import open_connector
 from akv.cli.demo.jobs import Job, Progress, Replayed, TraceFigures, TraceJob, TraceSeconds, TraceTimes
 from akv.cli.demo.moved import BytesMoved
 from akv.cli.demo.pagebook import PageBook, block_names
 from akv.cli.demo.replay import Replay
+from akv.cli.demo.rounding import milliseconds, share
 from akv.cli.demo.scaling import ReplayedRequest, scaled
 from akv.cli.demo.setting import settings, trace_engine_config
 from akv_testing.engine import Pages, Result, open_engine
@@ -38,7 +38,7 @@ async def save_trace(job: Job, trace: TraceJob, moved: BytesMoved, progress: Pro
         book=book,
         answers=answers,
         bytes_saved=moved.saved,
-        ttft_ms=_milliseconds(times),
+        ttft_ms=milliseconds(times),
         seconds=round(replay.seconds, 2),
     )
 
@@ -64,7 +64,7 @@ async def serve_trace(job: Job, trace: TraceJob, replayed: Replayed, moved: Byte
         local_tokens=comparison.local_tokens,
         reusable_tokens=comparison.reusable_tokens,
         from_pool_tokens=comparison.from_pool_tokens,
-        reuse=round(comparison.from_pool_tokens / max(1, comparison.reusable_tokens), 4),
+        reuse=share(comparison.from_pool_tokens, comparison.reusable_tokens),
         failed_loads=comparison.failed_loads,
         answers_compared=comparison.requests,
         answer_mismatches=comparison.answer_mismatches,
@@ -73,7 +73,7 @@ async def serve_trace(job: Job, trace: TraceJob, replayed: Replayed, moved: Byte
         reference_contradictions=replayed.book.contradictions,
         bytes_saved=replayed.bytes_saved,
         bytes_loaded=moved.loaded,
-        ttft_ms=TraceTimes(computed=replayed.ttft_ms, pool_hit=_milliseconds(comparison.pool_hits)),
+        ttft_ms=TraceTimes(computed=replayed.ttft_ms, pool_hit=milliseconds(comparison.pool_hits)),
         replay_s=TraceSeconds(process_a=replayed.seconds, process_b=round(replay.seconds, 2)),
     )
 
@@ -125,7 +125,3 @@ async def _run(job: Job, trace: TraceJob, *, reads_pool: bool, answered: Answere
         await replay.run(requests)
         await engine.settled()
     return replay
-
-
-def _milliseconds(seconds: list[float]) -> float:
-    return round(1000 * median(seconds), 2) if seconds else 0.0
