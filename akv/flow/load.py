@@ -11,12 +11,12 @@ from anyio import move_on_after
 
 from akv.flow.calls import CopyFailed
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts
+from akv.flow.parts import WorkerParts, size_of, store_call
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
-from akv.ports.calls import CallKind, CallSize
+from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, PassEvent
 from akv.ports.pool import KeyState
 from akv.values.messages import LoadResult, PassReport
@@ -56,19 +56,11 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
 
 async def _get(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
     """The store call into slots. False, with a verdict passed, if a page did not arrive whole."""
-    keys = parts.keys.keys(batch.group, batch.hashes)
-    offsets = staging.offsets(ticket)
-    page_bytes = parts.page_bytes[batch.group]
-    answers = await parts.desk.run(
-        CallKind.GET,
-        lambda: parts.pool.get(keys, staging.buffer, offsets, [page_bytes] * len(keys)),
-        CallSize(len(keys), len(keys) * page_bytes),
-        ticket,
-    )
-    for key, answer in zip(keys, answers, strict=True):
+    answers = await store_call(parts, CallKind.GET, staging, batch, ticket)
+    for block_hash, answer in zip(batch.hashes, answers, strict=True):
         if answer.state is not KeyState.OK:
             # Nothing of this batch reaches a page: its other slots are discarded with the ticket (X4).
-            report_load(parts, parts.reservations.fail(record, key, answer.state))
+            report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [block_hash])[0], answer.state))
             break
     # A scatter that failed meanwhile has passed one, too.
     return record.verdict is None
@@ -92,7 +84,7 @@ async def _scatter(
     try:
         await parts.desk.copy(
             scatter,
-            CallSize(len(batch.pages), len(batch.pages) * parts.page_bytes[batch.group]),
+            size_of(parts, batch),
             ticket,
             begin=lambda: parts.reservations.begin_copy(record),
             end=end,

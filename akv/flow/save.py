@@ -8,12 +8,12 @@ from functools import partial
 
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts
+from akv.flow.parts import WorkerParts, size_of, store_call
 from akv.flow.staging import Staging
 from akv.ownership.saves import SaveTicket
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
-from akv.ports.calls import CallKind, CallSize
+from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, PassEvent
 from akv.ports.pool import KeyState
 from akv.values.messages import PassReport
@@ -65,7 +65,7 @@ async def _gather(
 
     return await parts.desk.copy(
         gather,
-        CallSize(len(batch.pages), len(batch.pages) * parts.page_bytes[batch.group]),
+        size_of(parts, batch),
         slots,
         begin=lambda: parts.saves.begin_read(ticket),
         end=end,
@@ -73,17 +73,10 @@ async def _gather(
 
 
 async def _put(parts: WorkerParts, staging: Staging, ticket: SaveTicket, batch: Batch, slots: SlotTicket) -> None:
-    keys = parts.keys.keys(batch.group, batch.hashes)
-    offsets = staging.offsets(slots)
-    page_bytes = parts.page_bytes[batch.group]
-    answers = await parts.desk.run(
-        CallKind.PUT,
-        lambda: parts.pool.put(keys, staging.buffer, offsets, [page_bytes] * len(keys)),
-        CallSize(len(keys), len(keys) * page_bytes),
-        slots,
-    )
+    answers = await store_call(parts, CallKind.PUT, staging, batch, slots)
     ticket.pages_stored(
-        [b for b, answer in zip(batch.blocks, answers, strict=True) if answer.state is KeyState.OK], page_bytes
+        [b for b, answer in zip(batch.blocks, answers, strict=True) if answer.state is KeyState.OK],
+        parts.page_bytes[batch.group],
     )
     for block, answer in zip(batch.blocks, answers, strict=True):
         if answer.state is not KeyState.OK:
