@@ -18,8 +18,10 @@ from akv.errors import (
     SettingsError,
     TokenError,
 )
+from akv.plan.tokens import Tokens
 from akv.ports import Ports
 from akv.request import Load, Request
+from akv.services.notices import Changed
 from akv.settings import (
     ClientSettings,
     ExplainedSettings,
@@ -31,17 +33,19 @@ from akv.settings import (
 )
 from akv.units import NO_PAGE, PageIndex
 from akv.values.layout import LayerGroup, Layout, Region
-from akv.values.messages import LoadState
+from akv.values.messages import LoadState, PassPlan
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.pressure import Pressure, StagingPressure
-from akv.values.requests import LoadCompleted, SavesCompleted, Scheduled
+from akv.values.requests import Completion, LoadCompleted, SavesCompleted, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
 
 __all__ = [
     "EMPTY_SCOPE",
     "NO_PAGE",
     "AkvError",
+    "Changed",
     "ClientSettings",
+    "Completion",
     "Connector",
     "ConnectorBroken",
     "DependencyError",
@@ -60,6 +64,7 @@ __all__ = [
     "NotOpenError",
     "Offer",
     "PageIndex",
+    "PassPlan",
     "PoolError",
     "Ports",
     "Pressure",
@@ -73,6 +78,7 @@ __all__ = [
     "StagingPressure",
     "StoreSettings",
     "TokenError",
+    "Tokens",
     "check_settings",
     "explain_settings",
     "open_connector",

@@ -65,7 +65,9 @@ class Connector:
     ) -> AsyncIterator[Request]:
         """`open_request` for one task per request: finished at the end of the block, cancelled if the block raises.
 
-        **Cancellation:** the request is cancelled, and the block left when its pages are free, within `shutdown_deadline_s`.
+        **Cancellation:** the request is cancelled, and the block left when its pages are free, however often the task is
+        cancelled. If a copy on the device takes longer than `shutdown_deadline_s`, or the connector ends meanwhile, the block
+        is left all the same: `Request.closed` tells whether the pages are free.
         """
         req = self.open_request(request_id, tokens, scope, reads_cache=reads_cache)
 
@@ -74,8 +76,16 @@ class Connector:
             with suppress(ConnectorBroken, NotOpenError):
                 await req.cancel()
 
-        async with ended_with_block(req.finished, cancelled, self._halves.settings.shutdown_deadline_s):
-            yield req
+        def released() -> bool:
+            return req.closed or self._halves.latch.tripped
+
+        grace_s = self._halves.settings.shutdown_deadline_s
+        try:
+            async with ended_with_block(req.finished, cancelled, released, grace_s):
+                yield req
+        finally:
+            if not released():
+                observe.emit(observe.REQUEST_UNRELEASED, request_id=request_id, incarnation=req.incarnation, grace_s=grace_s)
 
     def completed(self) -> list[Completion]:
         """Fetch what ended since the last call, in order: loads (LoadCompleted) and finished or cancelled requests
@@ -120,8 +130,12 @@ class _Opening(AbstractAsyncContextManager[Connector]):
 
     def __init__(self, opening: AbstractAsyncContextManager[Connector]) -> None:
         self._opening = opening
+        self._entered = False
 
     async def __aenter__(self) -> Connector:
+        if self._entered:
+            raise NotOpenError("this connector was opened before, and a connector is opened once: call open_connector() again")
+        self._entered = True
         return await self._opening.__aenter__()
 
     async def __aexit__(

@@ -3,6 +3,7 @@ fetched.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from anyio import TASK_STATUS_IGNORED, CancelScope, current_time, move_on_after
 from anyio.abc import TaskGroup, TaskStatus
 
 from akv import observe
+from akv.errors import DeviceError
 from akv.flow.calls import CallDesk
 from akv.ownership.plans import UnknownPlan
-from akv.ownership.requests import LoadHold
+from akv.ownership.requests import LoadHold, RequestRecord
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
 from akv.plan.terms import check_terms
@@ -26,6 +28,9 @@ from akv.values.layout import Layout
 from akv.values.requests import Completion, SavesCompleted
 from akv.worker import WorkerHalf
 
+#: Completions that are kept for `completed()`. An engine that polls fetches them every pass; one that never does must not grow
+#: by those whose waits were cancelled.
+MOST_UNFETCHED = 65_536
 #: Seconds beyond the shutdown deadline in which the threads that are idle by then may end.
 THREADS_GRACE_S = 1.0
 
@@ -51,6 +56,7 @@ class Halves:
         self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended)
         self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report)
         check_terms(self.scheduler.terms, self.worker.terms)
+        self.scheduler.fence = self.worker.fence
         self.scheduler.accept_load = self.worker.accept_load
         self.scheduler.accept_saves = self.worker.accept_saves
         self.scheduler.withdraw = self.worker.withdraw
@@ -72,9 +78,7 @@ class Halves:
         orderly = orderly and not self.latch.tripped
         self.latch.close()
         for record in self.scheduler.requests.records:
-            if orderly:
-                self.scheduler.finish(record)
-            else:
+            if not orderly or not self._finished(record):
                 self.scheduler.cancel(record)
         with move_on_after(self.settings.shutdown_deadline_s, shield=True):
             await self.worker.drained()
@@ -119,8 +123,17 @@ class Halves:
         else:
             number = ended.incarnation
             self._completions[number] = ended
+        if len(self._completions) > MOST_UNFETCHED:
+            del self._completions[next(iter(self._completions))]
         self.notices.wake(number)
         self.changed.set()
+
+    def _finished(self, record: RequestRecord) -> bool:
+        """Finish a request that its owner left open. False if the device cannot say any more what it has computed."""
+        with suppress(DeviceError):
+            self.scheduler.finish(record)
+            return True
+        return False
 
     async def _start(self, group: TaskGroup, service: Callable[..., Any]) -> None:
         """Start one service. From then on only `stop` ends it: a cancelled block needs it to give back what is in flight."""

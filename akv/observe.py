@@ -126,6 +126,13 @@ LOOKUP_COMPLETE = _event(
     "request_id incarnation outcome tokens local_tokens probed_keys duration_s",
     "A lookup answered; `outcome` is one of the words of LookupOutcome, `tokens` the size of the offer.",
 )
+REQUEST_UNRELEASED = _event(
+    "akv.request.unreleased",
+    "warning",
+    "request_id incarnation grace_s",
+    "The block of a request was left while a device copy still touched its pages. They must not be used again before "
+    "`Request.closed`, or a SavesCompleted, says so.",
+)
 LOAD_QUEUED = _event(
     "akv.load.queued",
     "debug",

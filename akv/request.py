@@ -115,6 +115,8 @@ class Request:
 
         **Cancellation:** the wait ends, the saves go on and the pages stay held; ask again, or call `cancel()`.
         """
+        self._halves.latch.check()
+        await self._halves.scheduler.hash_rest(self._record)
         self.finish()
         await self._until_closed()
 

@@ -4,7 +4,7 @@ It decides with `plan/`, keeps what it decided in `ownership/requests.py`, and s
 the messages of `values/messages.py`. What ends is told through the three callables that it is given.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import NamedTuple
 
 import msgspec
@@ -17,14 +17,15 @@ from akv.flow.calls import CallDesk
 from akv.flow.lookup import LookupAnswer, LookupParts, look_up
 from akv.flow.reserve import reserve
 from akv.ownership.plans import Plans
-from akv.ownership.requests import Effect, LoadHold, RequestRecord, Requests
+from akv.ownership.requests import Effect, LoadHold, Phase, RequestRecord, Requests
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.keys import KeySpace
 from akv.plan.recent_chains import RecentChains
-from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks
+from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks, whole_number
 from akv.plan.terms import terms_of
 from akv.plan.tokens import Tokens
 from akv.ports import Ports
+from akv.ports.device import PassEvent
 from akv.settings import Settings
 from akv.units import NO_PAGE
 from akv.values.layout import Layout
@@ -32,6 +33,10 @@ from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, With
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.requests import SavesCompleted, Scheduled
 from akv.values.scope import Scope
+
+#: Blocks of a request whose pages are remembered from one pass to the next, for `finish`. More than one pass leaves open is
+#: rare.
+MOST_TAIL_BLOCKS = 1024
 
 
 class Part(NamedTuple):
@@ -84,14 +89,22 @@ class SchedulerHalf:
         self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
         self._plans: Plans[Planned] = Plans()
         self._recent = RecentChains(settings.recent_chains_tokens)
+        #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
+        #: fewer, as a rule; what is left of a long local match, say, comes with the next passes.
+        self._most_blocks = Chain(b"", layout.tokens_per_block).slice_blocks
         self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s)
         #: The worker half's entries; set once, before the first request.
-        self.accept_load: Callable[[LoadOrder], None]
-        self.accept_saves: Callable[[Sequence[SaveOrder]], None]
+        self.fence: Callable[[], PassEvent]
+        self.accept_load: Callable[[LoadOrder, PassEvent], None]
+        self.accept_saves: Callable[[Sequence[SaveOrder], PassEvent], None]
         self.withdraw: Callable[[Withdrawal], None]
 
     def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool) -> RequestRecord:
         """A request begins with its prompt's tokens. Raises TokenError, EngineContractError; then nothing was opened."""
+        if not isinstance(request_id, str):
+            raise EngineContractError(
+                f"a request's id is a str, not {request_id!r}: it travels in messages and stands in events"
+            )
         chain = Chain(scope_seed(scope), self._tokens_per_block)
         chain.append(tokens)
         self._recent.adopt(chain)
@@ -100,6 +113,7 @@ class SchedulerHalf:
     async def lookup(self, record: RequestRecord, local_tokens: int) -> Offer:
         """Ask the pool. Moves no mark and may be repeated (L5)."""
         self.requests.must_be_open(record, "look up")
+        local_tokens = whole_number(record.request_id, "local_tokens", local_tokens)
         began = current_time()
         if (nothing := self._offers_nothing(record)) is not None:
             await checkpoint()
@@ -135,8 +149,11 @@ class SchedulerHalf:
         self, record: RequestRecord, offer: Offer, honoured_tokens: int, pages: Sequence[Sequence[int]], priority: int
     ) -> LoadHold:
         """Settle the engine's answer to an offer, and hand the pages to the worker half."""
+        honoured_tokens = whole_number(record.request_id, "honoured_tokens", honoured_tokens)
+        # First what may fail: nothing is taken before it.
+        fence = self.fence()
         order, hold = reserve(self.requests, record, offer, honoured_tokens, pages, self._page_counts, self._tokens_per_block)
-        self.accept_load(msgspec.structs.replace(order, priority=priority))
+        self.accept_load(msgspec.structs.replace(order, priority=priority), fence)
         return hold
 
     def plan(self, scheduled: Iterable[Scheduled]) -> PassPlan:
@@ -145,12 +162,14 @@ class SchedulerHalf:
         parts: list[Part] = []
         saves: list[SaveOrder] = []
         seen: set[int] = set()
+        most = self._most_blocks
         for item in scheduled:
             record = self._checked(item, seen)
             part = self._part(record, item)
             parts.append(part)
-            if self._saves:
-                order = self.requests.list_saves(record, part.end, item.pages, 0, now)
+            if self._saves and most:
+                order = self.requests.list_saves(record, part.end, item.pages, 0, now, most)
+                most -= len(record.marks.to_offer(part.end, now, most))
                 if order is not None:
                     saves.append(order)
         plan = PassPlan(plan_id=self._plans.next_id(), saves=tuple(saves))
@@ -159,11 +178,15 @@ class SchedulerHalf:
 
     def ran(self, plan: PassPlan) -> None:
         """The planned pass has been queued on the execution stream: move the marks, hand its saves over."""
+        # First what may fail: then the plan is still open, and may be dropped.
+        after = self.fence()
         planned = self._end(plan, "superseded by a later pass")
         queued = [q for order in planned.plan.saves if (q := self.requests.queue_save(order)) is not None]
         for part in planned.parts:
-            self.requests.ran(part.record, part.computed, part.end if self._saves else 0, part.first, part.tail)
-        self.accept_saves(queued)
+            end = part.end if self._saves else 0
+            self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
+        if queued:
+            self.accept_saves(queued, after)
 
     def drop(self, plan: PassPlan, reason: str) -> None:
         """The planned pass will not run."""
@@ -172,31 +195,44 @@ class SchedulerHalf:
 
     def finish(self, record: RequestRecord) -> None:
         """The request is complete; what it computed and no pass listed is saved now (S12)."""
-        computed = self._kept(record, min(record.computed, record.chain.length)) if self._saves else 0
-        self.carry_out(self.requests.finish(record, upto=closing_blocks(computed, self._tokens_per_block)))
+        if record.phase is not Phase.OPEN:
+            return
+        after = self.fence()
+        self._carry_out(self.requests.finish(record, upto=self._closing(record)), after)
+
+    async def hash_rest(self, record: RequestRecord) -> None:
+        """Hash in slices what `finish` will list, so that it does not hold the loop for a long sequence (L3).
+
+        Cancellation: nothing is held; `finish` was not called.
+        """
+        end = self._closing(record)
+        while record.chain.hash_up_to(end, record.chain.slice_blocks) < end:  # noqa: ASYNC110 - works in slices
+            await checkpoint()
 
     def cancel(self, record: RequestRecord) -> None:
         """The request is not wanted any more."""
-        self.carry_out(self.requests.cancel(record))
+        self._carry_out(self.requests.cancel(record))
 
     def on_report(self, report: PassReport) -> None:
         """The worker half tells what ended."""
         now = current_time()
         for load in report.loads:
-            self.carry_out(self.requests.load_ended(load))
+            self._carry_out(self.requests.load_ended(load))
         for save in report.saves:
-            self.carry_out(self.requests.save_ended(save, now))
+            self._carry_out(self.requests.save_ended(save, now))
         for unread in report.unread:
-            self.carry_out(self.requests.pages_unread(unread))
+            self._carry_out(self.requests.pages_unread(unread))
 
-    def carry_out(self, effects: Iterable[Effect]) -> None:
-        """Do what ownership decided, in its order."""
+    def _carry_out(self, effects: Iterable[Effect], after: PassEvent | None = None) -> None:
+        """Do what ownership decided, in order. Saves come from `finish` alone, which gives the event that they wait for."""
         for effect in effects:
             match effect:
                 case Withdrawal():
                     self.withdraw(effect)
                 case SaveOrder():
-                    self.accept_saves([effect])
+                    if after is None:
+                        raise AssertionError("a save needs the event of the pass that computed it")
+                    self.accept_saves([effect], after)
                 case LoadHold() | SavesCompleted():
                     self._ended(effect)
 
@@ -210,6 +246,11 @@ class SchedulerHalf:
     @property
     def _saves(self) -> bool:
         return self._settings.role != "consumer"
+
+    def _closing(self, record: RequestRecord) -> int:
+        """Blocks that a request which finishes now may have published (S12)."""
+        computed = self._kept(record, min(record.computed, record.chain.length)) if self._saves else 0
+        return closing_blocks(computed, self._tokens_per_block)
 
     def _kept(self, record: RequestRecord, computed: int) -> int:
         """Tokens whose KV may be published, of `computed` ones."""
@@ -234,22 +275,25 @@ class SchedulerHalf:
                 f"not deliver and its pages hold KV for {record.valid_to} tokens only: schedule it from there, or report a "
                 "longer local match with lookup(local_tokens)"
             )
-        if len(item.pages) != len(self._page_counts):
+        tables: object = item.pages
+        found = len(tables) if isinstance(tables, Sized) else 0
+        if found != len(self._page_counts):
             raise EngineContractError(
-                f"request {record.request_id!r}: {len(item.pages)} page tables for a layout of {len(self._page_counts)} layer "
-                "groups"
+                f"request {record.request_id!r}: {found} page tables for a layout of {len(self._page_counts)} layer groups: "
+                "`pages` holds one for each"
             )
         return record
 
     def _part(self, record: RequestRecord, item: Scheduled) -> Part:
-        computed = item.computed_before + item.tokens
+        before, tokens = int(item.computed_before), int(item.tokens)
+        computed = before + tokens
         # Computed, and confirmed (K6), and wanted: the least of the three.
         end = min(
-            savable_blocks(item.computed_before, 0, item.tokens, self._tokens_per_block),
+            savable_blocks(before, 0, tokens, self._tokens_per_block),
             closing_blocks(self._kept(record, record.chain.length), self._tokens_per_block),
         )
         first = record.marks.mark
-        last = -(-computed // self._tokens_per_block)
+        last = min(-(-computed // self._tokens_per_block), first + MOST_TAIL_BLOCKS)
         tail = tuple(self._pages(record, group, table, first, last) for group, table in enumerate(item.pages))
         return Part(record, computed, end, first, tail)
 

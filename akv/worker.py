@@ -25,7 +25,7 @@ from akv.plan.keys import KeySpace
 from akv.plan.terms import terms_of
 from akv.ports import Ports
 from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import CopyStream, HostBuffer
+from akv.ports.device import CopyStream, HostBuffer, PassEvent
 from akv.services.lanes import Lanes
 from akv.services.poller import StreamPoller
 from akv.services.reporter import TransferReporter
@@ -92,11 +92,15 @@ class WorkerHalf:
             stream = self._ports.device.open_stream(f"akv-save-{index}")
             await start(partial(self._saves.run, partial(save, self._parts, saving, stream)))
 
-    def accept_load(self, order: LoadOrder) -> None:
-        """Take over the order's pages now: the fence that is recorded here orders every copy behind the engine's present work
-        (D5).
+    def fence(self) -> PassEvent:
+        """Mark the present end of the execution stream. Taken before anything is handed over: a device that fails here has
+        taken nothing with it (M6). Raises DeviceError.
         """
-        record = self._parts.reservations.accept(order, self._ports.device.record())
+        return self._ports.device.record()
+
+    def accept_load(self, order: LoadOrder, fence: PassEvent) -> None:
+        """Take over the order's pages: the fence orders every copy behind what the engine had queued by then (D5)."""
+        record = self._parts.reservations.accept(order, fence)
         self._reporter.load_queued(order)
         if not order.groups:
             # Honoured with nothing: complete at once, and told in the same way as any other (D9).
@@ -104,11 +108,8 @@ class WorkerHalf:
             return
         self._loads.wake()
 
-    def accept_saves(self, orders: Sequence[SaveOrder]) -> None:
+    def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent) -> None:
         """The pass that computed these pages has been queued on the execution stream: read them behind its event."""
-        if not orders:
-            return
-        after = self._ports.device.record()
         for order in orders:
             self._parts.saves.accept(order, after)
             self._reporter.save_queued(order)

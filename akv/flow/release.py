@@ -6,24 +6,33 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from anyio import move_on_after
+from anyio import current_time, get_cancelled_exc_class, move_on_after
 
 
 @asynccontextmanager
 async def ended_with_block(
-    finished: Callable[[], Awaitable[None]], cancelled: Callable[[], Awaitable[None]], grace_s: float
+    finished: Callable[[], Awaitable[None]],
+    cancelled: Callable[[], Awaitable[None]],
+    released: Callable[[], bool],
+    grace_s: float,
 ) -> AsyncIterator[None]:
-    """End a request with a block: `finished` after an ordinary end, `cancelled` after any other, shielded for `grace_s`
-    seconds.
+    """End a request with a block: `finished` after an ordinary end; after any other `cancelled`, until `released` says so or
+    `grace_s` seconds have passed.
 
-    **Cancellation:** in the block or while `finished` waits, the request is cancelled; the grace bounds the wait for its
-    pages.
+    **Cancellation:** in the block or while `finished` waits, the request is cancelled, and nothing cuts the wait for its pages
+    short but the grace: neither an outer scope nor asyncio's own cancellation, however often it comes.
     """
     try:
         yield
         await finished()
     except BaseException:
-        # An unshielded await here would never complete under cancellation, and the pages would leak.
-        with move_on_after(grace_s, shield=True):
-            await cancelled()
+        ends_at = current_time() + grace_s
+        while not released() and (left_s := ends_at - current_time()) > 0:
+            try:
+                # Unshielded, an await here would never complete under cancellation, and the pages would leak.
+                with move_on_after(left_s, shield=True):
+                    await cancelled()
+            except get_cancelled_exc_class():  # noqa: ASYNC103 - the error that ends the block is raised below
+                # asyncio's own cancellation goes through shields. To leave now would give pages back under a copy.
+                continue
         raise

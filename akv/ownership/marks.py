@@ -6,6 +6,7 @@ pass queued and steps back to what the pool refused. A plan changes nothing here
 
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import islice
 
 
 class BlockState(IntEnum):
@@ -19,6 +20,10 @@ class BlockState(IntEnum):
 
 #: The n-th refusal in a row makes refused blocks wait `backoff * 2 ** (n - 1)`; more doublings than this add nothing.
 MOST_DOUBLINGS = 6
+
+
+#: More blocks than any sequence has.
+UNLIMITED = 2**62
 
 
 class SaveMarks:
@@ -36,12 +41,14 @@ class SaveMarks:
         """How many blocks are in this state (not for UNSAVED, whose number is not known here)."""
         return self._states.count(state)
 
-    def to_offer(self, end: int, now: float) -> list[int]:
-        """Blocks below `end` that a pass may list: the unsaved, and the refused once their back-off has passed."""
+    def to_offer(self, end: int, now: float, most: int = UNLIMITED) -> list[int]:
+        """The first `most` blocks below `end` that a pass may list: the unsaved, and the refused once their back-off has
+        passed.
+        """
         offered = {BlockState.UNSAVED, BlockState.REFUSED} if now >= self._retry_at else {BlockState.UNSAVED}
         known = min(end, len(self._states))
-        blocks = [b for b in range(self.mark, known) if self._states[b] in offered]
-        blocks.extend(range(known, end))
+        blocks = list(islice((b for b in range(self.mark, known) if self._states[b] in offered), most))
+        blocks.extend(range(known, min(end, known + most - len(blocks))))
         return blocks
 
     def is_open(self, block: int) -> bool:

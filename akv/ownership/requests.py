@@ -5,14 +5,14 @@ half, a `LoadHold` that ended or a `SavesCompleted` is told to the engine. What 
 or for a request that has closed, changes nothing here.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from itertools import compress
 
 from akv.errors import EngineContractError
 from akv.ownership.known_hashes import KnownHashes
-from akv.ownership.marks import BlockState, SaveMarks
+from akv.ownership.marks import UNLIMITED, BlockState, SaveMarks
+from akv.ownership.page_book import PageBook
 from akv.plan.hashing import Chain
 from akv.units import NO_PAGE
 from akv.values.messages import (
@@ -97,8 +97,8 @@ class Requests:
         self._groups = groups
         self._backoff_s = backoff_s
         self._open: dict[str, RequestRecord] = {}
-        self._loading: Counter[tuple[int, int]] = Counter()
-        self._saving: Counter[tuple[int, int]] = Counter()
+        #: The pages that are in the connector's hands.
+        self.pages = PageBook(groups)
         self._known = KnownHashes()
         self._last_id = 0
 
@@ -164,18 +164,15 @@ class Requests:
                 f"request {record.request_id!r} has a load under way: one reservation at a time; wait for it, or cancel the "
                 "request"
             )
-        for group in groups:
-            for block, page in zip(group.blocks, group.pages, strict=True):
-                busy = self._loading.get((group.group, page)) and "another load fills"
-                busy = busy or (self._saving.get((group.group, page)) and "a save reads")
-                if busy:
-                    raise EngineContractError(
-                        f"request {record.request_id!r}, block {block}, group {group.group}: destination page {page} is in "
-                        f"use, {busy} it; a page belongs to the connector until its load ended or its request's saves ended"
-                    )
+        if (busy := self.pages.in_use(groups)) is not None:
+            block, group, page, by = busy
+            raise EngineContractError(
+                f"request {record.request_id!r}, block {block}, group {group}: destination page {page} is in use, {by} it; a "
+                "page belongs to the connector until its load ended or its request's saves ended"
+            )
         self._last_id += 1
         hold = record.load = LoadHold(self._last_id, groups, local_tokens, tokens)
-        self._loading.update(_pages(groups))
+        self.pages.lend(groups)
         order = LoadOrder(load_id=hold.load_id, request_id=record.request_id, incarnation=record.incarnation, groups=groups)
         return order, hold
 
@@ -185,7 +182,7 @@ class Requests:
         if record is None or record.load is None or record.load.load_id != result.load_id:
             return []
         hold, record.load = record.load, None
-        _give_back(self._loading, hold.groups)
+        self.pages.returned(hold.groups)
         if result.state is LoadState.LOADED:
             for group in hold.groups:
                 record.marks.stored(group.blocks)
@@ -213,22 +210,27 @@ class Requests:
     # -- saves
 
     def list_saves(
-        self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]], first: int, now: float
+        self,
+        record: RequestRecord,
+        end: int,
+        tables: Sequence[Sequence[int]],
+        first: int,
+        now: float,
+        most: int = UNLIMITED,
     ) -> SaveOrder | None:
-        """What a pass would have to save of this request: blocks below `end` that are unsaved. Changes no mark (S2).
+        """What a pass would have to save of this request: of the first `most` open blocks below `end`. Changes no mark (S2).
 
         `tables` are the page tables of each group from block `first` on. A block that lacks a page in a group is not listed,
         since a lookup could never count it (L2); a block that the pool is known to hold is not listed either.
         """
         blocks = [
             block
-            for block in record.marks.to_offer(end, now)
+            for block in record.marks.to_offer(end, now, most)
             if block >= first and all(_page(table, block - first) != NO_PAGE for table in tables)
         ]
-        if not blocks:
-            return None
-        chain = _hashes(record.chain, blocks)
-        blocks = [block for block in blocks if chain[block] not in self._known]
+        if blocks:
+            chain = _hashes(record.chain, blocks)
+            blocks = [block for block in blocks if chain[block] not in self._known]
         if not blocks:
             return None
         hashes = tuple(chain[block] for block in blocks)
@@ -243,14 +245,23 @@ class Requests:
             ),
         )
 
-    def ran(self, record: RequestRecord, computed: int, end: int, first: int, tail: tuple[tuple[int, ...], ...]) -> None:
+    def ran(
+        self,
+        record: RequestRecord,
+        computed: int,
+        end: int,
+        first: int,
+        tail: tuple[tuple[int, ...], ...],
+        most: int = UNLIMITED,
+    ) -> None:
         """A pass of this request ran: `computed` tokens have KV now; `tail` are its pages from block `first` on.
 
-        Blocks below `end` that the pool is known to hold are marked as stored, so that later passes do not look at them again.
+        Of the first `most` open blocks below `end` those that the pool is known to hold are marked as stored, so that later
+        passes do not look at them again. Blocks without a hash are left to them.
         """
         record.computed = max(record.computed, computed)
         record.tail_first, record.tail = first, tail
-        open_blocks = record.marks.to_offer(end, float("inf"))
+        open_blocks = record.marks.to_offer(min(end, record.chain.hash_up_to(0)), float("inf"), most)
         if open_blocks:
             chain = _hashes(record.chain, open_blocks)
             record.marks.stored([block for block in open_blocks if chain[block] in self._known])
@@ -272,7 +283,7 @@ class Requests:
         order = record.saves.pop(result.save_id, None) if record is not None else None
         if record is None or order is None:
             return []
-        _give_back(self._saving, order.groups)
+        self.pages.unpin(order.groups)
         if result.stored:
             # The groups of a save list the same blocks, so the first names each block's hash.
             hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
@@ -295,7 +306,10 @@ class Requests:
             return []
         if record.load is not None:
             return self._withdraw(record, Phase.FINISHING)
-        order = self.list_saves(record, upto, record.tail, record.tail_first, float("inf")) if record.tail else None
+        order = None
+        if record.tail:
+            # All of it: there is no later pass. What lies behind the remembered pages is lost to the pool.
+            order = self.list_saves(record, upto, record.tail, record.tail_first, float("inf"))
         effects: list[Effect] = []
         if order is not None and (queued := self._queue(record, order)) is not None:
             effects.append(queued)
@@ -323,8 +337,8 @@ class Requests:
 
     def _queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
         keep = [record.marks.is_open(block) for block in order.groups[0].blocks]
-        for group in order.groups if self._loading else ():
-            keep = [k and (group.group, page) not in self._loading for k, page in zip(keep, group.pages, strict=True)]
+        for group in order.groups:
+            keep = [k and not self.pages.is_filled(group.group, page) for k, page in zip(keep, group.pages, strict=True)]
         if not all(keep):
             order = SaveOrder(
                 save_id=order.save_id,
@@ -336,7 +350,7 @@ class Requests:
             return None
         record.saves[order.save_id] = order
         record.marks.queued(order.groups[0].blocks)
-        self._saving.update(_pages(order.groups))
+        self.pages.pin(order.groups)
         return order
 
     def _close_if_done(self, record: RequestRecord) -> list[Effect]:
@@ -348,7 +362,7 @@ class Requests:
         del self._open[record.request_id]
         for order in record.saves.values():
             # Cancelled with puts still under way: they read slots, not pages.
-            _give_back(self._saving, order.groups)
+            self.pages.unpin(order.groups)
         return [
             SavesCompleted(
                 request_id=record.request_id,
@@ -366,17 +380,6 @@ class Requests:
 def _hashes(chain: Chain, blocks: Sequence[int]) -> dict[int, bytes]:
     # From the first of the blocks on and not from the sequence's first: a pass of a long request has a few new blocks.
     return dict(enumerate(chain.hashes(blocks[0], blocks[-1] + 1), blocks[0]))
-
-
-def _pages(groups: Iterable[GroupPages]) -> list[tuple[int, int]]:
-    return [(group.group, page) for group in groups for page in group.pages]
-
-
-def _give_back(taken: Counter[tuple[int, int]], groups: Iterable[GroupPages]) -> None:
-    for page in _pages(groups):
-        taken[page] -= 1
-        if not taken[page]:
-            del taken[page]
 
 
 def _page(table: Sequence[int], index: int) -> int:

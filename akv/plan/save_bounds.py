@@ -1,5 +1,8 @@
 """How far a request's KV may be published after a pass (S1, S12)."""
 
+import operator
+from typing import SupportsIndex
+
 from akv.errors import EngineContractError
 
 
@@ -21,6 +24,16 @@ def closing_blocks(computed: int, tokens_per_block: int) -> int:
     return computed // tokens_per_block
 
 
+def whole_number(request_id: str, name: str, number: object) -> int:
+    """A count of tokens as a plain int, numpy's integers included, since it travels in messages.
+
+    Raises EngineContractError naming the request and what the count is of.
+    """
+    if isinstance(number, SupportsIndex) and not isinstance(number, bool):
+        return operator.index(number)
+    raise EngineContractError(f"request {request_id!r}: {name} counts tokens and is an integer, not a {type(number).__name__}")
+
+
 def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int) -> None:
     """Refuse one request's part of a pass that cannot be true: each number counts tokens from 0.
 
@@ -30,5 +43,5 @@ def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_to
     Raises EngineContractError naming the request, and the number that is wrong.
     """
     for name, number in (("computed_before", computed_before), ("tokens", tokens), ("draft_tokens", draft_tokens)):
-        if number < 0:
+        if whole_number(request_id, name, number) < 0:
             raise EngineContractError(f"request {request_id!r}: scheduled with {name} = {number}; it counts tokens from 0")

@@ -65,6 +65,8 @@ def check_layout(layout: Layout) -> None:
     def refuse(field: str, value: object, why: str, fix: str) -> None:
         raise SettingsError(f"layout.{field}", value, why, fix)
 
+    if not isinstance(layout, Layout):
+        raise SettingsError("layout", type(layout).__name__, "it is no akv.Layout", "Describe the engine's KV cache with one.")
     if layout.tokens_per_block < 1:
         refuse("tokens_per_block", layout.tokens_per_block, "a block holds at least one token", "Use the engine's block size.")
     if layout.world < 1:

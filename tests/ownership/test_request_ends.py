@@ -119,4 +119,4 @@ def test_M7_nothing_is_kept_of_a_request_that_closed(scene: "Scene") -> None:
         scene.queued(record, 3)
         scene.requests.cancel(record)
         scene.requests.pages_unread(scene.unread(record))
-    assert (len(scene.requests), scene.requests._loading, scene.requests._saving) == (0, {}, {})
+    assert (len(scene.requests), scene.requests.pages.loading, scene.requests.pages.saving) == (0, set(), {})

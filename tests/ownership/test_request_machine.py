@@ -346,8 +346,8 @@ class RequestMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_connectors_hands_hold_what_they_should(self) -> None:
-        assert self.requests._loading == Counter(page for pages in self.lent.values() for page in pages)
-        assert self.requests._saving == Counter(page for _, pages in self.pinned.values() for page in pages)
+        assert self.requests.pages.loading == {page for pages in self.lent.values() for page in pages}
+        assert self.requests.pages.saving == Counter(page for _, pages in self.pinned.values() for page in pages)
         assert [record.incarnation for record in self.requests.records] == sorted(self.lives)
 
     @invariant()
@@ -367,7 +367,7 @@ class RequestMachine(RuleBasedStateMachine):
         while self.worker.reports:
             self.the_scheduler_hears(1)
         assert (len(self.requests), self.lives) == (0, {})
-        assert (self.requests._loading, self.requests._saving) == ({}, {})
+        assert (self.requests.pages.loading, self.requests.pages.saving) == (set(), {})
         assert sorted(self.free_pages) == list(range(PAGES))
 
 
