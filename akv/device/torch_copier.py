@@ -122,7 +122,12 @@ class TorchCopier:
     def record(self) -> TorchEvent:
         """Mark the present end of the engine's execution stream."""
         self._check_open()
-        return TorchEvent() if self._execution is None else TorchEvent(self._execution.record_event())
+        if self._execution is None:
+            return TorchEvent()
+        try:
+            return TorchEvent(self._execution.record_event())
+        except RuntimeError as error:  # what torch raises for all that a device reports, faults of earlier kernels included
+            raise DeviceError(f"the device failed before an event could be recorded on it: {error}") from error
 
     def gather(
         self,

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
+from ipaddress import ip_address
 
 import anyio
 import msgspec
@@ -130,8 +131,13 @@ def set_up_store(store: StoreSettings) -> MooncakePool:
 
 async def _check_local_hostname(store: StoreSettings) -> None:
     """Refuse a name that cannot be resolved: the client would take it, and nobody could read what this process holds."""
+    host = store.local_hostname.partition(":")[0]
+    with suppress(ValueError):
+        # A number needs no resolver, whose thread would stay to the end of the loop.
+        ip_address(host)
+        return
     try:
-        await anyio.getaddrinfo(store.local_hostname.partition(":")[0], None)
+        await anyio.getaddrinfo(host, None)
     except OSError as error:
         raise PoolError(
             f"the local hostname {store.local_hostname!r} cannot be resolved ({error}), so no other process could reach the "

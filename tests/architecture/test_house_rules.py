@@ -9,6 +9,8 @@ import pytest
 import akv
 import akv_testing
 from akv import observe
+from akv.settings_checks import is_section, setting_types
+from akv.values.settings import ClientSettings
 
 ROOTS = tuple(Path(package.__path__[0]) for package in (akv, akv_testing))
 FILES = [path for root in ROOTS for path in sorted(root.rglob("*.py"))]
@@ -147,3 +149,20 @@ def test_no_test_is_skipped() -> None:
     texts = {str(path): path.read_text(encoding="utf-8") for path in sorted(tests.rglob("*.py"))}
     found = [path for path, text in texts.items() if any(word in text for word in words)]
     assert found == []
+
+
+def test_every_setting_is_read_by_the_part_that_it_is_for() -> None:
+    # A setting that is documented, checked and read by nothing is worse than none.
+    own = {"settings.py", "settings_checks.py", "settings_sources.py"}
+    read = {
+        node.attr
+        for path, _, tree in trees()
+        if path.is_relative_to(ROOTS[0]) and path.name not in own and "config" not in path.parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    # These are put into the environment of the store's client, by the one module that may do so.
+    by_settings = {f"client.{name}" for name in ClientSettings.__struct_fields__} - {"client.capture_log"}
+    names = [name for name, kind in setting_types() if not is_section(kind)]
+    unread = [name for name in names if name.rpartition(".")[2] not in read and name not in by_settings]
+    assert unread == []

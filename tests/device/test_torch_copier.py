@@ -16,6 +16,7 @@ from akv.device.torch_copier import TorchCopier, TorchEvent
 from akv.errors import DeviceError, EngineContractError, NotOpenError
 from akv.ports.device import DeviceCopier, PassEvent
 from akv.values.layout import Layout
+from akv_testing import tiny_layout
 
 LayoutFor = Callable[[Sequence[Sequence[int]]], Layout]
 Noise = Callable[[int], np.ndarray]
@@ -371,3 +372,15 @@ def test_M6_a_closed_device_holds_no_cache(device: torch.device, layout_for: Lay
     del cache
     gc.collect()
     assert gone() is None
+
+
+def test_M6_a_device_that_fails_at_an_event_says_so_in_akvs_words() -> None:
+    class Failed:
+        def record_event(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    copier = open_torch_device(tiny_layout(regions=1), [[torch.zeros(2, 8, dtype=torch.uint8)]])
+    copier._execution = Failed()  # type: ignore[assignment]
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        copier.record()
+    copier.close()

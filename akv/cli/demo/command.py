@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from akv.cli.demo import jobs
 from akv.cli.demo.report import show, show_trace
-from akv.cli.demo.run import run_demo, run_trace
+from akv.cli.demo.run import refuse_if_missing, run_demo, run_trace
 from akv.cli.demo.trace_job import DEFAULT_SCALE, DEFAULT_SPEED, SCALES, open_trace
 
 
@@ -59,6 +59,7 @@ def add_demo(app: typer.Typer) -> None:
         with 2 if it cannot be run.
         """
         _refuse_foreign(context, _OF_TRACES if trace is None else _OF_CONVERSATIONS, trace)
+        refuse_if_missing(backend.value)
         # Before a progress bar is shown or a process is started: a trace that cannot be replayed is refused at the door.
         replayed = None if trace is None else open_trace(trace, requests, scale, speed)
         figures: jobs.Figures | jobs.TraceFigures

@@ -58,6 +58,13 @@ async def run_trace(
     )
 
 
+def refuse_if_missing(backend: str) -> None:
+    """Raise DependencyError naming every package that a demo on this backend lacks, before anything of them is imported."""
+    missing = [name for name in ("torch", "mooncake", backend) if find_spec(name) is None]
+    if missing:
+        raise DependencyError(f"the demo needs {', '.join(missing)}: pip install 'akv[demo]'")
+
+
 async def _run(
     job: Job,
     progress: Progress,
@@ -68,9 +75,6 @@ async def _run(
     served: Callable[[Line], Served | None],
 ) -> Served:
     """Process A, then process B. Each waits for its job, so that it has imported torch when its turn comes."""
-    missing = [name for name in ("torch", "mooncake", job.backend) if find_spec(name) is None]
-    if missing:
-        raise DependencyError(f"the demo needs {', '.join(missing)}: pip install 'akv[demo]'")
     async with open_embedded_master() as address, open_child(Part.LEND) as lender, AsyncExitStack() as later:
         job = msgspec.structs.replace(job, master_address=address)
         async with open_child(Part.SAVE) as process_a:
