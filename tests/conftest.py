@@ -3,6 +3,12 @@
 How a module asks is told in `akv_testing.pytest_backends`.
 """
 
+from hypothesis import HealthCheck, settings
+
 from akv_testing.pytest_backends import virtual_backends
 
 anyio_backend = virtual_backends
+
+# Beside other work on few cores any example may take longer than Hypothesis allows. pytest's own timeout finds one that hangs.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")

@@ -37,7 +37,7 @@ async def test_a_child_that_ended_before_its_job_is_told_apart_when_it_is_asked(
 
 @pytest.mark.anyio
 async def test_a_child_is_gone_when_its_block_fails() -> None:
-    with anyio.fail_after(10), pytest.raises(ValueError, match="of the block"):
+    with anyio.fail_after(60), pytest.raises(ValueError, match="of the block"):
         async with open_child(Part.LEND) as lender:
             raise ValueError("of the block")
     assert lender._process.returncode is not None

@@ -53,7 +53,15 @@ def served(model: Model) -> OpenServed:
         pages = Pages(config)
         pool, runner = FakePool(store), FakeRunner(now=anyio.current_time)
         ports = Ports(pool=pool, device=open_torch_device(pages.layout, pages.caches), runner=runner)
-        settings = {"model_key": config.model.key, "pool": "embedded", "staging_buffer_bytes": "1MiB"}
+        settings = {
+            "model_key": config.model.key,
+            "pool": "embedded",
+            "staging_buffer_bytes": "1MiB",
+            # In real time, on a machine that may be busy: no test here is about a deadline, and none may run into one.
+            "lookup_deadline_s": 100.0,
+            "load_deadline_s": 100.0,
+            "shutdown_deadline_s": 100.0,
+        }
         async with (
             open_connector(settings, pages.layout, pages.caches, ports=ports) as kv,
             open_engine(config, model=model, pages=pages, kv=kv) as engine,

@@ -113,7 +113,7 @@ async def test_D6_pages_that_a_pass_writes_are_not_given_back_before_it_ended(
 
         def slow(*arguments: Any) -> torch.Tensor:
             anyio.from_thread.run_sync(reached.set)
-            goes_on.wait(timeout=10)
+            assert goes_on.wait(timeout=60)
             return forward(*arguments)
 
         monkeypatch.setattr(model, "forward", slow)
