@@ -120,8 +120,10 @@ async def test_an_event_that_is_handed_over_while_events_are_told_is_not_lost() 
 
 async def test_M8_what_a_listener_raises_is_a_crash_and_leaves_through_the_poller() -> None:
     poller = StreamPoller(TICK_S)
+    told: list[BaseException | None] = []
 
-    def fails(_: BaseException | None) -> None:
+    def fails(failure: BaseException | None) -> None:
+        told.append(failure)
         raise RuntimeError("planted")
 
     with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="planted")):
@@ -129,6 +131,10 @@ async def test_M8_what_a_listener_raises_is_a_crash_and_leaves_through_the_polle
             await group.start(poller.run)
             poller.watch(Signal(0.001), fails)
             await anyio.sleep(1)
+    # At once, and once: it ends whatever else its group does, and is not told again.
+    assert anyio.current_time() == pytest.approx(TICK_S)
+    assert told == [None]
+    assert poller.outstanding == 0
 
 
 # -- lanes
