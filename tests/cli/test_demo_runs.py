@@ -14,7 +14,7 @@ from akv.cli.demo.jobs import Figures, Turn
 from akv.cli.demo.run import run_demo
 from akv.cli.demo.setting import engine_config
 from akv.cli.main import build_app
-from akv_testing.engine import EngineConfig
+from akv_testing.engine import EngineConfig, layout_of
 
 pytestmark = pytest.mark.mooncake
 

@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-import anyio
 import pytest
 from typer.testing import CliRunner
 
@@ -14,15 +14,15 @@ from akv.cli.demo import command
 from akv.cli.demo.jobs import Replayed, TraceFigures
 from akv.cli.demo.run import run_trace
 from akv.cli.demo.scaling import scaled
-from akv.cli.demo.setting import TRACE_TOKENS_PER_BLOCK, settings, trace_engine_config
+from akv.cli.demo.setting import TRACE_TOKENS_PER_BLOCK, trace_engine_config
 from akv.cli.demo.trace import read_trace
 from akv.cli.main import build_app
-from akv.plan.hashing import Chain, scope_seed
-from akv.plan.keys import KeySpace
-from akv.values.scope import EMPTY_SCOPE
-from akv_testing.engine import layout_of
+from akv_testing.engine import EngineConfig
 
 pytestmark = pytest.mark.mooncake
+
+#: The fixture `swap_two_stored_pages`, which conftest.py describes.
+Swap = Callable[[str, EngineConfig, tuple[int, ...]], Awaitable[None]]
 
 CUT = Path(__file__).parent.parent / "data" / "conversation_trace.jsonl"
 OPTIONS = ["demo", "--json", "--trace", str(CUT), "--requests"]
@@ -49,31 +49,13 @@ def test_Q1_process_b_replays_from_what_process_a_computed(backend: str) -> None
     assert min(figures["ttft_ms"].values()) > 0
 
 
-async def swap_two_stored_pages(address: str, replayed: Replayed) -> None:
-    await anyio.to_thread.run_sync(_swap, address)
-
-
-def _swap(address: str) -> None:
-    """Give two pages that only the first request of the trace has each other's bytes, as no client of akv ever would."""
-    from mooncake.store import MooncakeDistributedStore
-
-    config = trace_engine_config()
-    chain = Chain(scope_seed(EMPTY_SCOPE), TRACE_TOKENS_PER_BLOCK)
-    chain.append(scaled(read_trace(CUT, 1)[0], 32, 1.0).prompt)
-    key_space = KeySpace.of(layout_of(config), settings(address).namespace, config.model.key)
-    keys = key_space.keys(0, chain.hashes(2, 4))
-    store = MooncakeDistributedStore()
-    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * 1024**2, "tcp", "", address) == 0
-    pages = [store.get(key) for key in keys]
-    assert pages[0] != pages[1] != b"" != pages[0]
-    assert [store.remove(key, True) for key in keys] == [0, 0]
-    assert [store.put(key, page) for key, page in zip(keys, reversed(pages), strict=True)] == [0, 0]
-    assert store.close() == 0
-
-
 @pytest.mark.timeout(180)
-def test_Q1_a_planted_fault_is_found_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_trace", partial(run_trace, after_saving=swap_two_stored_pages))
+def test_Q1_a_planted_fault_is_found_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, swap_two_stored_pages: Swap) -> None:
+    async def plant(address: str, _: Replayed) -> None:
+        # Of pages that only the first request of the trace has.
+        await swap_two_stored_pages(address, trace_engine_config(), scaled(read_trace(CUT, 1)[0], 32, 1.0).prompt)
+
+    monkeypatch.setattr(command, "run_trace", partial(run_trace, after_saving=plant))
     done = CliRunner().invoke(build_app(), [*OPTIONS, "4"])
     assert done.exit_code == 1, done.output
     figures = json.loads(done.stdout)
