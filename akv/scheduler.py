@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import NamedTuple
 
 import msgspec
-from anyio import current_time
+from anyio import Lock, current_time
 from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.errors import EngineContractError
 from akv.flow.calls import CallDesk
-from akv.flow.lookup import LookupAnswer, LookupParts, look_up
+from akv.flow.lookup import LookupAnswer, LookupParts, hash_in_slices, look_up
 from akv.flow.reserve import reserve
 from akv.ownership.plans import Plans
 from akv.ownership.requests import Effect, LoadHold, Phase, RequestRecord, Requests
@@ -82,6 +82,7 @@ class SchedulerHalf:
             probe_head=settings.probe_head,
             probe_chunk=settings.probe_chunk,
             probe_concurrency=settings.probe_concurrency,
+            turn=Lock(),
             deadline_s=settings.lookup_deadline_s,
         )
         self._ended = ended
@@ -119,8 +120,9 @@ class SchedulerHalf:
             await checkpoint()
             answer = LookupAnswer(0, nothing)
         else:
-            # Once more: since it was opened, a request that shares its prompt may have been hashed.
-            self._recent.adopt(record.chain)
+            async with self._lookup.turn:
+                # Once more: since it was opened, a request that shares its prompt may have been hashed.
+                self._recent.adopt(record.chain)
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
             if answer.hole is not None:
                 # Evicted, or the pool was lost: whoever computes them saves them again.
@@ -205,9 +207,7 @@ class SchedulerHalf:
 
         Cancellation: nothing is held; `finish` was not called.
         """
-        end = self._closing(record)
-        while record.chain.hash_up_to(end, record.chain.slice_blocks) < end:  # noqa: ASYNC110 - works in slices
-            await checkpoint()
+        await hash_in_slices(record.chain, self._closing(record), self._lookup.turn)
 
     def cancel(self, record: RequestRecord) -> None:
         """The request is not wanted any more."""

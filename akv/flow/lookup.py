@@ -6,7 +6,7 @@
 from collections.abc import Callable
 
 import msgspec
-from anyio import CancelScope, create_task_group, move_on_after
+from anyio import CancelScope, Lock, create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
 
 from akv.flow.calls import CallDesk
@@ -28,6 +28,9 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     probe_head: int
     probe_chunk: int
     probe_concurrency: int
+    #: Held for every stretch of hashing. Many lookups that begin at once then take turns with all other tasks, and not one
+    #: turn together (L3).
+    turn: Lock
     deadline_s: float
 
 
@@ -99,9 +102,15 @@ async def _ask_on(parts: LookupParts, chain: Chain, search: _Search, all_of_them
             all_of_them.cancel()
 
 
+async def hash_in_slices(chain: Chain, blocks: int, turn: Lock) -> None:
+    """Hash up to `blocks` blocks, never for a millisecond at a stretch (L3). Cancellation: what is hashed stays hashed."""
+    while chain.hash_up_to(0) < blocks:
+        async with turn:
+            chain.hash_up_to(blocks, chain.slice_blocks)
+
+
 async def _ask(parts: LookupParts, chain: Chain, search: _Search, blocks: range) -> None:
-    while chain.hash_up_to(blocks.stop, chain.slice_blocks) < blocks.stop:  # noqa: ASYNC110 - works in slices, waits for nothing
-        await checkpoint()
+    await hash_in_slices(chain, blocks.stop, parts.turn)
     hashes = chain.hashes(blocks.start, blocks.stop)
     keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
     search.probed += len(keys)

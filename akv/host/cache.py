@@ -59,7 +59,7 @@ class PagedCache:
         A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
         Raises TokenError for a token outside int64.
         """
-        return len(self._match(encode_confirmed(tokens, 0), scope)) * self.tokens_per_block
+        return len(self._match(bytes(encode_confirmed(tokens, 0)), scope)) * self.tokens_per_block
 
     def admit(
         self, tokens: Tokens, capacity_tokens: int, scope: Scope = EMPTY_SCOPE, *, reuse: bool = True
@@ -71,7 +71,7 @@ class PagedCache:
         None says nothing about the future: `fits()` does. Raises EngineContractError for an empty sequence or a capacity
         below its length, TokenError for a token outside int64.
         """
-        encoded = encode_confirmed(tokens, 0)
+        encoded = bytes(encode_confirmed(tokens, 0))
         length = len(encoded) // TOKEN_BYTES
         if not 0 < length <= capacity_tokens:
             raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {capacity_tokens}")

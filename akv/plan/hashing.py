@@ -111,7 +111,12 @@ class Chain:
         Raises TokenError, naming the position in the whole sequence and never the value, as `encode_confirmed` does. All or
         nothing: no token of a refused call is kept.
         """
-        self._encoded += encode_confirmed(tokens, self.length)
+        encoded = encode_confirmed(tokens, self.length)
+        if self._encoded:
+            self._encoded += encoded
+        else:
+            # A prompt, which is long: taken as it is where it can be.
+            self._encoded = encoded if isinstance(encoded, bytearray) else bytearray(encoded)
 
     def observe(self, sequence: Tokens) -> None:
         """Take the whole sequence once more, as a resumed request gives it: only what is new at its end is appended.

@@ -22,7 +22,7 @@ _INT64 = np.iinfo(np.int64)
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
-def encode_confirmed(tokens: Tokens, start: int) -> bytes:
+def encode_confirmed(tokens: Tokens, start: int) -> bytes | bytearray:
     """Encode the confirmed tokens of `tokens`: all but a trailing run of `PLACEHOLDER`, which nobody has sampled yet (K6).
 
     `start` is the position of the first one in the whole sequence, for messages. Any sequence of integers will do (a list, a
@@ -47,7 +47,7 @@ def first_difference(left: bytes | bytearray, right: bytes | bytearray) -> int |
     return int(differs.argmax())
 
 
-def _without_tail(encoded: bytes, start: int) -> bytes:
+def _without_tail(encoded: bytes | bytearray, start: int) -> bytes | bytearray:
     known = np.flatnonzero(np.frombuffer(encoded, dtype="<i8") != PLACEHOLDER)
     holes = np.flatnonzero(known != np.arange(len(known)))
     if holes.size:
@@ -55,7 +55,7 @@ def _without_tail(encoded: bytes, start: int) -> bytes:
     return encoded[: len(known) * TOKEN_BYTES]
 
 
-def _encode_array(tokens: npt.NDArray[Any], start: int) -> bytes:
+def _encode_array(tokens: npt.NDArray[Any], start: int) -> bytearray:
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         _refuse(start, f"a token array is one-dimensional and of an integer dtype, not {tokens.ndim}-d {tokens.dtype}")
     if tokens.dtype.kind == "u" and tokens.dtype.itemsize == TOKEN_BYTES:
@@ -63,7 +63,10 @@ def _encode_array(tokens: npt.NDArray[Any], start: int) -> bytes:
         outside = np.flatnonzero(tokens > np.uint64(_INT64.max))
         if outside.size:
             _refuse(start + int(outside[0]), "the token is outside the range of int64")
-    return tokens.astype("<i8", copy=False).tobytes()
+    # Into its place at once: a prompt of 100,000 tokens is most of a megabyte, and each copy of it holds the loop.
+    encoded = bytearray(tokens.size * TOKEN_BYTES)
+    np.frombuffer(encoded, dtype="<i8")[:] = tokens
+    return encoded
 
 
 def _encode_sequence(tokens: object, start: int) -> bytes:
