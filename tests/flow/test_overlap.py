@@ -16,11 +16,11 @@ from akv.ports.pool import KeyState
 from akv_testing import settle
 from akv_testing.calls import Latency
 from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG
 
 pytestmark = pytest.mark.anyio
 
-#: Nine whole blocks in two groups: three stretches of at most four blocks, six batches.
-LONG = list(range(100, 138))
+#: Of `LONG` in two groups: three stretches of at most four blocks.
 BATCHES = 6
 #: Copies of seconds need no poll every millisecond. A copy's end is seen this much late at most.
 TICK_S = 0.05
