@@ -28,8 +28,8 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     probe_head: int
     probe_chunk: int
     probe_concurrency: int
-    #: Held for every stretch of hashing. Many lookups that begin at once then take turns with all other tasks, and not one
-    #: turn together (L3).
+    #: Held for every stretch of hashing and of building keys. Many lookups that begin at once then take turns with all other
+    #: tasks, and not one turn together (L3).
     turn: Lock
     deadline_s: float
 
@@ -111,8 +111,9 @@ async def hash_in_slices(chain: Chain, blocks: int, turn: Lock) -> None:
 
 async def _ask(parts: LookupParts, chain: Chain, search: _Search, blocks: range) -> None:
     await hash_in_slices(chain, blocks.stop, parts.turn)
-    hashes = chain.hashes(blocks.start, blocks.stop)
-    keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
+    async with parts.turn:
+        hashes = chain.hashes(blocks.start, blocks.stop)
+        keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
     search.probed += len(keys)
     answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
     there = [answer.state is KeyState.OK for answer in answers]

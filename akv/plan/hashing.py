@@ -174,11 +174,13 @@ def _shared_bytes(one: bytearray, other: bytearray, start: int, end: int, block:
     Compared in strides that grow while they are equal and shrink to one block where they are not, because most sequences
     either part early or are equal to the end.
     """
-    at, stride = start, 16 * block
+    # Each comparison copies both stretches. Short ones come from memory that is at hand; a megabyte is fetched page by page.
+    longest = max(1, 64 * 1024 // block) * block
+    at, stride = start, min(16 * block, longest)
     while at < end:
         stop = min(at + stride, end)
         if one[at:stop] == other[at:stop]:
-            at, stride = stop, 4 * stride
+            at, stride = stop, min(4 * stride, longest)
         elif stop - at <= block:
             break
         else:

@@ -24,7 +24,7 @@ def test_the_least_settings_get_the_documented_defaults() -> None:
     settings = check_settings(LEAST)
     assert settings == Settings(model_key="a-model", pool="embedded")
     assert settings.staging_buffer_bytes == 1024**3
-    assert (settings.loaders, settings.probe_chunk) == (2, 1024)
+    assert (settings.loaders, settings.probe_chunk) == (2, 512)
     assert (settings.lookup_deadline_s, settings.load_deadline_s) == (1.0, 5.0)
 
 
