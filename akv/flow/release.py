@@ -32,7 +32,7 @@ async def ended_with_block(
                 # Unshielded, an await here would never complete under cancellation, and the pages would leak.
                 with move_on_after(left_s, shield=True):
                     await cancelled()
-            except get_cancelled_exc_class():  # noqa: ASYNC103, ASYNC104 - the error that ends the block is raised below
+            except get_cancelled_exc_class():  # noqa: ASYNC103 - the error that ends the block is raised below
                 # asyncio's own cancellation goes through shields. To leave now would give pages back under a copy.
-                continue
+                continue  # noqa: ASYNC104 - as above
         raise

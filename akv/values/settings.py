@@ -109,8 +109,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     savers: Count = 1
     #: Keys in a lookup's first probe. Small, so that a prompt which nobody has cached costs one small call.
     probe_head: Count = 64
-    #: Keys in each later probe. The client converts arguments under the interpreter lock, so larger calls stall the loop: beside
-    #: lookups of 10,000 keys a sleeping task woke 2.2 ms late with 1,024 a call, 1.4 with 512 (99th percentile).
+    #: Keys in each later probe. The client converts arguments under the interpreter lock, so larger calls stall the loop:
+    #: beside lookups of 10,000 keys a sleeping task woke 2.2 ms late with 1,024 a call, 1.4 with 512 (99th percentile).
     probe_chunk: Count = 512
     #: Probe calls of one lookup in flight at a time. Two, so that the store works while the loop reads the answer before.
     probe_concurrency: Count = 2
