@@ -5,7 +5,7 @@ the messages of `values/messages.py`. What ends is told through the three callab
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 from anyio import Lock, current_time
@@ -33,10 +33,6 @@ from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, With
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.requests import SavesCompleted, Scheduled
 from akv.values.scope import Scope
-
-#: Blocks of a request whose pages are remembered from one pass to the next, for `finish`. More than one pass leaves open is
-#: rare.
-MOST_TAIL_BLOCKS = 1024
 
 
 class Part(NamedTuple):
@@ -74,6 +70,7 @@ class SchedulerHalf:
         self._settings = settings
         self._tokens_per_block = layout.tokens_per_block
         self._page_counts = ports.device.page_counts
+        self._recent = RecentChains(settings.recent_chains_tokens)
         self._lookup = LookupParts(
             pool=ports.pool,
             desk=desk,
@@ -83,13 +80,13 @@ class SchedulerHalf:
             probe_chunk=settings.probe_chunk,
             probe_concurrency=settings.probe_concurrency,
             turn=Lock(),
+            recent=self._recent,
             deadline_s=settings.lookup_deadline_s,
         )
         self._ended = ended
         #: What it expects of a worker half (D1).
         self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
         self._plans: Plans[Planned] = Plans()
-        self._recent = RecentChains(settings.recent_chains_tokens)
         #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
         #: fewer, as a rule; what is left of a long local match, say, comes with the next passes.
         self._most_blocks = Chain(b"", layout.tokens_per_block).slice_blocks
@@ -120,9 +117,6 @@ class SchedulerHalf:
             await checkpoint()
             answer = LookupAnswer(0, nothing)
         else:
-            async with self._lookup.turn:
-                # Once more: since it was opened, a request that shares its prompt may have been hashed.
-                self._recent.adopt(record.chain)
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
             if answer.hole is not None:
                 # Evicted, or the pool was lost: whoever computes them saves them again.
@@ -152,6 +146,7 @@ class SchedulerHalf:
     ) -> LoadHold:
         """Settle the engine's answer to an offer, and hand the pages to the worker half."""
         honoured_tokens = whole_number(record.request_id, "honoured_tokens", honoured_tokens)
+        priority = whole_number(record.request_id, "priority", priority)
         # First what may fail: nothing is taken before it.
         fence = self.fence()
         order, hold = reserve(self.requests, record, offer, honoured_tokens, pages, self._page_counts, self._tokens_per_block)
@@ -170,8 +165,8 @@ class SchedulerHalf:
             part = self._part(record, item)
             parts.append(part)
             if self._saves and most:
-                order = self.requests.list_saves(record, part.end, item.pages, 0, now, most)
-                most -= len(record.marks.to_offer(part.end, now, most))
+                looked_at, order = self.requests.list_some(record, part.end, part.tail, part.first, now, most)
+                most -= looked_at
                 if order is not None:
                     saves.append(order)
         plan = PassPlan(plan_id=self._plans.next_id(), saves=tuple(saves))
@@ -293,29 +288,35 @@ class SchedulerHalf:
             closing_blocks(self._kept(record, record.chain.length), self._tokens_per_block),
         )
         first = record.marks.mark
-        last = min(-(-computed // self._tokens_per_block), first + MOST_TAIL_BLOCKS)
+        last = -(-computed // self._tokens_per_block)
         tail = tuple(self._pages(record, group, table, first, last) for group, table in enumerate(item.pages))
         return Part(record, computed, end, first, tail)
 
     def _pages(self, record: RequestRecord, group: int, table: Sequence[int], first: int, last: int) -> tuple[int, ...]:
+        """The pages of blocks [first, last), every one that this pass or `finish` may list: each in the cache, none twice."""
         # Blocks below the mark are stored or on their way, so their pages are not looked at: a pass of many long decoding
         # requests costs a few entries for each.
-        pages = tuple(int(page) for page in table[first:last])
-        for block, page in enumerate(pages, first):
-            if page != NO_PAGE and not 0 <= page < self._page_counts[group]:
-                raise EngineContractError(
-                    f"request {record.request_id!r}, block {block}, group {group}: page {page} is not in the cache, which has "
-                    f"{self._page_counts[group]} pages"
-                )
+        pages = tuple(map(int, table[first:last]))
         held = [page for page in pages if page != NO_PAGE]
-        if len(set(held)) < len(held):
-            # Two blocks of one page: at least one of them would be stored with the other's KV.
-            page = next(page for page in held if held.count(page) > 1)
-            raise EngineContractError(
-                f"request {record.request_id!r}, block {first + pages.index(page)}, group {group}: page {page} is also listed "
-                "for a later block; each block of a request has a page of its own"
-            )
+        count = self._page_counts[group]
+        if held and not (min(held) >= 0 and max(held) < count and len(set(held)) == len(held)):
+            self._refuse_pages(record, group, pages, first)
         return pages
+
+    def _refuse_pages(self, record: RequestRecord, group: int, pages: Sequence[int], first: int) -> NoReturn:
+        at = next(
+            index
+            for index, page in enumerate(pages)
+            if page != NO_PAGE and (not 0 <= page < self._page_counts[group] or page in pages[index + 1 :])
+        )
+        page = pages[at]
+        # Two blocks of one page: at least one of them would be stored with the other's KV.
+        why = (
+            "is also listed for a later block; each block of a request has a page of its own"
+            if 0 <= page < self._page_counts[group]
+            else f"is not in the cache, which has {self._page_counts[group]} pages"
+        )
+        raise EngineContractError(f"request {record.request_id!r}, block {first + at}, group {group}: page {page} {why}")
 
     def _end(self, plan: PassPlan, reason: str) -> Planned:
         planned, earlier = self._plans.end(plan.plan_id)

@@ -88,7 +88,7 @@ def closest(name: str, known: Mapping[str, str]) -> str:
 
 def shown(name: str, value: Any) -> Any:
     """The value as it may be printed: nothing named like a secret or a salt is, at whatever depth (X6)."""
-    if "secret" in name.lower() or "salt" in name.lower():
+    if any(word in name.lower() for word in ("secret", "salt", "password")):
         return HIDDEN
     if isinstance(value, Mapping):
         return {key: shown(str(key), inner) for key, inner in value.items()}

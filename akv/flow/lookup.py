@@ -13,6 +13,7 @@ from akv.flow.calls import CallDesk
 from akv.plan.hashing import Chain
 from akv.plan.keys import KeySpace
 from akv.plan.lookup import ProbeWalk, lookup_range, offer_of, prefix_length
+from akv.plan.recent_chains import RecentChains
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.pool import KeyState, PagePool
 from akv.values.offers import LookupOutcome
@@ -31,6 +32,7 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     #: Held for every stretch of hashing and of building keys. Many lookups that begin at once then take turns with all other
     #: tasks, and not one turn together (L3).
     turn: Lock
+    recent: RecentChains
     deadline_s: float
 
 
@@ -57,6 +59,9 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
         return LookupAnswer(0, asked)
     search = _Search(ProbeWalk(asked, parts.groups, parts.probe_head, parts.probe_chunk))
     with move_on_after(parts.deadline_s) as timer:
+        async with parts.turn:
+            # Once more: since the request was opened, another that shares its prompt may have been hashed.
+            parts.recent.adopt(chain)
         await _search_all(parts, chain, search)
     if timer.cancelled_caught:
         return LookupAnswer(0, LookupOutcome.DEADLINE, search.probed)
@@ -89,9 +94,18 @@ async def _search_all(parts: LookupParts, chain: Chain, search: _Search) -> None
         await _ask(parts, chain, search, head)
     if search.walk.settled:
         return
-    async with create_task_group() as group:
-        for _ in range(parts.probe_concurrency):
-            group.start_soon(_ask_on, parts, chain, search, group.cancel_scope)
+    error: BaseException | None = None
+    try:
+        async with create_task_group() as group:
+            for _ in range(parts.probe_concurrency):
+                group.start_soon(_ask_on, parts, chain, search, group.cancel_scope)
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) > 1:
+            raise
+        # As the head's would be raised: whoever waits for a lookup knows of no group.
+        error = errors.exceptions[0]
+    if error is not None:
+        raise error
 
 
 async def _ask_on(parts: LookupParts, chain: Chain, search: _Search, all_of_them: CancelScope) -> None:

@@ -25,14 +25,18 @@ async def ended_with_block(
     try:
         yield
         await finished()
-    except BaseException:
+    except BaseException as error:
+        cancellation: BaseException | None = None
         ends_at = current_time() + grace_s
         while not released() and (left_s := ends_at - current_time()) > 0:
             try:
                 # Unshielded, an await here would never complete under cancellation, and the pages would leak.
                 with move_on_after(left_s, shield=True):
                     await cancelled()
-            except get_cancelled_exc_class():  # noqa: ASYNC103 - the error that ends the block is raised below
+            except get_cancelled_exc_class() as again:  # noqa: ASYNC103 - raised below, once the pages are free
                 # asyncio's own cancellation goes through shields. To leave now would give pages back under a copy.
-                continue  # noqa: ASYNC104 - as above
+                cancellation = again
+        if cancellation is not None and not isinstance(error, get_cancelled_exc_class()):
+            # As Python has it: a cancellation takes the place of an error, and names it as its context.
+            raise cancellation from error  # noqa: ASYNC104 - it is one
         raise

@@ -23,7 +23,7 @@ MOST_DOUBLINGS = 6
 
 
 #: More blocks than any sequence has.
-UNLIMITED = 2**62
+UNLIMITED = 2**40
 
 
 class SaveMarks:

@@ -7,7 +7,7 @@ or for a request that has closed, changes nothing here.
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from itertools import compress
+from itertools import compress, islice
 
 from akv.errors import EngineContractError
 from akv.ownership.known_hashes import KnownHashes
@@ -210,32 +210,36 @@ class Requests:
     # -- saves
 
     def list_saves(
-        self,
-        record: RequestRecord,
-        end: int,
-        tables: Sequence[Sequence[int]],
-        first: int,
-        now: float,
-        most: int = UNLIMITED,
+        self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]], first: int, now: float
     ) -> SaveOrder | None:
-        """What a pass would have to save of this request: of the first `most` open blocks below `end`. Changes no mark (S2).
+        """`list_some` without a bound."""
+        return self.list_some(record, end, tables, first, now, UNLIMITED)[1]
+
+    def list_some(
+        self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]], first: int, now: float, most: int
+    ) -> tuple[int, SaveOrder | None]:
+        """What a pass would have to save of this request, of the first `most` blocks below `end` that are open and have their
+        pages; and how many blocks these were. Changes no mark (S2).
 
         `tables` are the page tables of each group from block `first` on. A block that lacks a page in a group is not listed,
-        since a lookup could never count it (L2); a block that the pool is known to hold is not listed either.
+        since a lookup could never count it (L2), and does not count; one that the pool is known to hold is not listed either.
         """
-        blocks = [
+        with_pages = (
             block
-            for block in record.marks.to_offer(end, now, most)
+            # Bounded too where many blocks have no page: those are only passed over.
+            for block in record.marks.to_offer(end, now, 16 * most)
             if block >= first and all(_page(table, block - first) != NO_PAGE for table in tables)
-        ]
+        )
+        blocks = list(islice(with_pages, most))
+        looked_at = len(blocks)
         if blocks:
             chain = _hashes(record.chain, blocks)
             blocks = [block for block in blocks if chain[block] not in self._known]
         if not blocks:
-            return None
+            return looked_at, None
         hashes = tuple(chain[block] for block in blocks)
         self._last_id += 1
-        return SaveOrder(
+        return looked_at, SaveOrder(
             save_id=self._last_id,
             request_id=record.request_id,
             incarnation=record.incarnation,
@@ -308,7 +312,7 @@ class Requests:
             return self._withdraw(record, Phase.FINISHING)
         order = None
         if record.tail:
-            # All of it: there is no later pass. What lies behind the remembered pages is lost to the pool.
+            # All of it: there is no later pass.
             order = self.list_saves(record, upto, record.tail, record.tail_first, float("inf"))
         effects: list[Effect] = []
         if order is not None and (queued := self._queue(record, order)) is not None:

@@ -56,10 +56,10 @@ class Reservations:
     def accept(self, order: LoadOrder, fence: Any) -> LoadRecord:
         """Take ownership of the order's pages and queue the load. An order without pages is not queued: it has landed (D9)."""
         record = LoadRecord(order, fence)
-        self._active[order.load_id] = record
         if order.groups:
             # Behind all of its own priority and above. A queue is short (`max_parked_loads`), so a sorted list will do.
             insort_right(self._queue, record, key=lambda queued: -queued.order.priority)
+        self._active[order.load_id] = record
         return record
 
     def next(self) -> LoadRecord | None:

@@ -24,14 +24,21 @@ def closing_blocks(computed: int, tokens_per_block: int) -> int:
     return computed // tokens_per_block
 
 
-def whole_number(request_id: str, name: str, number: object) -> int:
-    """A count of tokens as a plain int, numpy's integers included, since it travels in messages.
+#: Numbers in messages are 64 bits wide.
+_LARGEST = 2**63 - 1
 
-    Raises EngineContractError naming the request and what the count is of.
+
+def whole_number(request_id: str, name: str, number: object) -> int:
+    """A number that an engine gives, as a plain int, numpy's integers included, since it travels in messages.
+
+    Raises EngineContractError naming the request and the number.
     """
     if isinstance(number, SupportsIndex) and not isinstance(number, bool):
-        return operator.index(number)
-    raise EngineContractError(f"request {request_id!r}: {name} counts tokens and is an integer, not a {type(number).__name__}")
+        plain = operator.index(number)
+        if -_LARGEST <= plain <= _LARGEST:
+            return plain
+        raise EngineContractError(f"request {request_id!r}: {name} is outside the range of int64")
+    raise EngineContractError(f"request {request_id!r}: {name} is an integer, not a {type(number).__name__}")
 
 
 def check_scheduled(request_id: str, computed_before: int, tokens: int, draft_tokens: int) -> None:

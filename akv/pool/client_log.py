@@ -147,7 +147,9 @@ class ClientLog:
         """Turn what the client has logged since the last reading into events. Costs microseconds where it logged nothing."""
         if self._folder is None or os.getpid() != self._pid:
             return
-        with self._lock:
+        lines: list[str] = []
+        # A folder that somebody cleared away, or no descriptor left: what watches a call must not change its answer (O7).
+        with self._lock, contextlib.suppress(OSError):
             lines = self._new_lines()
         # Outside the lock: what listens to events may take its time.
         if lines:

@@ -103,7 +103,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staging_buffer_bytes: Size = _GIB
     #: Loads that move pages at a time. Two, so that one scatters to the device while the other waits for the store.
     loaders: Count = 2
-    #: Loads that may wait or run at a time. Beyond it lookups offer nothing: computing is sooner than the end of such a queue.
+    #: With so many loads waiting or running, lookups offer nothing: computing is sooner than the end of such a queue. A
+    #: threshold, asked at each lookup: offers that are out already may still be taken up.
     max_parked_loads: Count = 256
     #: Saves that move pages at a time.
     savers: Count = 1

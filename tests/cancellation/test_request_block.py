@@ -86,3 +86,30 @@ async def test_D6_a_block_that_ends_in_time_reports_nothing(monkeypatch: pytest.
         assert request.closed
     assert "akv.load.complete" in told
     assert "akv.request.unreleased" not in told
+
+
+def test_D6_a_cancellation_that_comes_while_an_error_leaves_takes_its_place() -> None:
+    async def main() -> None:
+        server = warm()
+        async with server.open() as kv:
+            hold, table = server.device.script.hold("scatter"), server.allocate(TOKENS)
+
+            async def one() -> None:
+                async with kv.request("r", TOKENS) as request:
+                    request.reserve(await request.lookup(), 16, table)
+                    await settle()
+                    raise ValueError("mine")
+
+            task = asyncio.ensure_future(one())
+            await settle()
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            hold.release()
+            with pytest.raises(asyncio.CancelledError) as cancelled:
+                await task
+            assert isinstance(cancelled.value.__context__ or cancelled.value.__cause__, ValueError)
+        assert server.left_behind() == []
+
+    run_virtual("asyncio", main)

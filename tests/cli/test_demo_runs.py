@@ -25,7 +25,7 @@ Swap = Callable[[str, EngineConfig, tuple[int, ...]], Awaitable[None]]
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_Q1_process_b_answers_from_what_process_a_computed(backend: str) -> None:
-    options = ["demo", "--json", "--backend", backend]
+    options = ["demo", "--json", "--backend", backend, "--conversations", "2", "--turns", "2"]
     done = subprocess.run([sys.executable, "-m", "akv.cli.main", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)  # exactly one object, and nothing else on standard output

@@ -33,12 +33,19 @@ async def test_L6_a_count_that_is_no_integer_is_refused_naming_request_and_count
     server = FakeServer.warm(TOKENS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
-        with pytest.raises(EngineContractError, match="'r': local_tokens counts tokens"):
+        with pytest.raises(EngineContractError, match="'r': local_tokens is an integer"):
             await request.lookup(wrong)
         offer = await request.lookup()
-        with pytest.raises(EngineContractError, match="'r': honoured_tokens counts tokens"):
+        with pytest.raises(EngineContractError, match="'r': honoured_tokens is an integer"):
             request.reserve(offer, wrong, server.allocate(TOKENS))
-        with pytest.raises(EngineContractError, match="'r': tokens counts tokens"):
+        with pytest.raises(EngineContractError, match="'r': priority is an integer"):
+            request.reserve(offer, 16, server.allocate(TOKENS), priority=wrong)
+        with pytest.raises(EngineContractError, match="'r': priority is outside"):
+            request.reserve(offer, 16, server.allocate(TOKENS), priority=2**63)
+        # Nothing was taken by any of these.
+        assert kv.pressure().parked_loads == 0
+        assert (await request.reserve(offer, 16, server.allocate(TOKENS)).wait()).tokens == 16
+        with pytest.raises(EngineContractError, match="'r': tokens is an integer"):
             kv.plan_pass([Scheduled(request=request, computed_before=0, tokens=wrong, pages=server.allocate(TOKENS))])
         await request.finished()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from akv import LookupOutcome
+from akv import EngineContractError, LookupOutcome
 from akv.plan import hashing
 from akv.plan.tokens import TOKEN_BYTES
 from akv_testing.server import FakeServer
@@ -74,3 +74,33 @@ async def test_S13_a_long_match_that_the_pool_holds_is_not_listed_and_not_looked
         mark = kv._halves.scheduler.requests.records[0].marks.mark
         assert mark == 50
         await second.finished()
+
+
+async def test_S1_blocks_without_pages_keep_neither_their_own_request_nor_another_from_being_saved() -> None:
+    server = FakeServer(pages=256)
+    async with server.open(role="producer") as kv:
+        holed, table = kv.open_request("holed", TOKENS), server.allocate(TOKENS)
+        server.write(TOKENS, table)
+        other = tuple(range(1000, 1041))
+        healthy, pages = kv.open_request("healthy", other), server.allocate(other)
+        server.write(other, pages)
+        table[0][:20] = [-1] * 20
+        for _ in range(5):
+            plan = kv.plan_pass([part(holed, 200, 1, table), part(healthy, 40, 1, pages)])
+            await kv.after_forward(plan)
+        await holed.finished()
+        await healthy.finished()
+    assert server.stored_blocks(TOKENS) == list(range(20, 50))
+    assert server.stored_blocks(other) == list(range(10))
+
+
+async def test_L6_every_block_that_may_be_listed_has_its_page_checked_however_far_behind_the_mark() -> None:
+    server = FakeServer(pages=128)
+    async with server.open(role="producer") as kv, kv.request("r", TOKENS) as request:
+        table = server.allocate(TOKENS)
+        for wrong, message in ((table[0][48], "block 48, .*listed for a later block"), (-2, "block 49, .*not in the cache")):
+            spoilt = [list(pages) for pages in table]
+            spoilt[0][49] = wrong
+            with pytest.raises(EngineContractError, match=message):
+                kv.plan_pass([part(request, 200, 1, spoilt)])
+        await request.cancel()

@@ -265,3 +265,21 @@ async def test_D6_a_lookup_that_is_cancelled_holds_nothing() -> None:
         assert anyio.current_time() == pytest.approx(0.1)
         assert (await req.lookup()).tokens == 16
     assert server.left_behind() == []
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_an_error_of_any_probe_is_raised_as_it_is(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, tokens, calls = FakeServer(), list(range(200)), [0]
+    server.put_in_store(tokens)
+    probe = server.pool.probe
+
+    def fails(keys: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            raise ZeroDivisionError
+        return probe(keys)
+
+    monkeypatch.setattr(server.pool, "probe", fails)
+    async with server.open(probe_head=4, probe_chunk=8) as kv:
+        with pytest.raises(ZeroDivisionError):
+            await kv.open_request("r", tokens).lookup()
