@@ -87,7 +87,7 @@ def closest(name: str, known: Mapping[str, str]) -> str:
 
 
 def shown(name: str, value: Any) -> Any:
-    """The value as it may be printed: nothing named like a secret or a salt is, at whatever depth (X6)."""
+    """The value as it may be printed: nothing named like a secret, a salt or a password is, at any depth (X6)."""
     if any(word in name.lower() for word in ("secret", "salt", "password")):
         return HIDDEN
     if isinstance(value, Mapping):

@@ -286,3 +286,11 @@ run(main)
     told = ended.stdout.partition("left open True\n")
     assert "akv.connector.unclean_exit" in told[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_O7_a_folder_that_is_gone_fails_no_store_call(tmp_path: Path) -> None:
+    log = ClientLog()
+    log._folder = tmp_path / "cleared-away"
+    log._pid = os.getpid()
+    log.read()
+    assert log._file < 0

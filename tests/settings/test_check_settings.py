@@ -8,6 +8,7 @@ import pytest
 
 from akv.errors import SettingsError
 from akv.settings import SMALLEST_SEGMENT_BYTES, ClientSettings, Settings, StoreSettings, check_settings, check_staging
+from akv.settings_checks import shown
 
 #: The least that is valid.
 LEAST: dict[str, Any] = {"model_key": "a-model", "pool": "embedded"}
@@ -251,3 +252,9 @@ def test_unread_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AKV_MODEL_KEY", "from-the-environment")
     monkeypatch.setenv("MODEL_KEY", "from-the-environment")
     assert refused({}).field == "model_key"
+
+
+@pytest.mark.parametrize("name", ["AKV_STORE__PASSWORD", "key_secret", "Salt"])
+def test_X6_a_value_named_like_a_secret_is_not_printed(name: str) -> None:
+    assert "hunter2" not in str(shown(name, "hunter2"))
+    assert shown("model_key", "hunter2") == "hunter2"
