@@ -23,6 +23,13 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The layers' indices in the model, ascending.
     layers: tuple[int, ...]
+    #: What the layers read: "full" all earlier tokens, "sliding_window" the last `window_tokens` and the first `sink_tokens`.
+    #: "chunked" and "recurrent" can be described and are refused: their state at a position is in no page of ours (W9).
+    attention: str = "full"
+    #: W: tokens that a sliding window holds, the one being computed included. 0 with full attention.
+    window_tokens: int = 0
+    #: S: tokens from the sequence's start that a sliding window reads for ever. 0 for none.
+    sink_tokens: int = 0
     #: The engine's name of the element type, "bfloat16" or "float8_e4m3fn" say. Two names are two key spaces.
     dtype: str
     #: KV heads of the model in all, not of this rank. 1 for multi-head latent attention, whose latent every rank holds whole.
@@ -34,6 +41,11 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     quantisation: str = ""
     #: The order of the axes inside a page of one region.
     order: str = "heads,tokens,head_size"
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the group forgets: its pages behind the window are dead, and the engine reuses them."""
+        return self.attention == "sliding_window"
 
     @property
     def bytes_per_page(self) -> ByteCount:
@@ -61,33 +73,34 @@ def check_layout(layout: Layout) -> None:
 
     Raises SettingsError (fault of the embedding engine): the first field that is wrong, its value and what it must be.
     """
-
-    def refuse(field: str, value: object, why: str, fix: str) -> None:
-        raise SettingsError(f"layout.{field}", value, why, fix)
-
     if not isinstance(layout, Layout):
         raise SettingsError("layout", type(layout).__name__, "it is no akv.Layout", "Describe the engine's KV cache with one.")
     if layout.tokens_per_block < 1:
-        refuse("tokens_per_block", layout.tokens_per_block, "a block holds at least one token", "Use the engine's block size.")
+        _refuse(
+            "tokens_per_block", layout.tokens_per_block, "a block holds at least one token", "Use the engine's block size."
+        )
     if layout.world < 1:
-        refuse("world", layout.world, "there is at least one rank", "Use the tensor-parallel size.")
+        _refuse("world", layout.world, "there is at least one rank", "Use the tensor-parallel size.")
     if not layout.groups:
-        refuse("groups", (), "a model has at least one layer group", "Describe the engine's KV cache.")
+        _refuse("groups", (), "a model has at least one layer group", "Describe the engine's KV cache.")
     for index, group in enumerate(layout.groups):
         at = f"groups[{index}]"
         if not group.layers or list(group.layers) != sorted(set(group.layers)) or group.layers[0] < 0:
-            refuse(f"{at}.layers", group.layers, "layers are ascending, distinct and not negative", "List each layer once.")
+            _refuse(f"{at}.layers", group.layers, "layers are ascending, distinct and not negative", "List each layer once.")
         if group.kv_heads < 1:
-            refuse(f"{at}.kv_heads", group.kv_heads, "a model has at least one KV head", "Count the heads of the whole model.")
+            _refuse(
+                f"{at}.kv_heads", group.kv_heads, "a model has at least one KV head", "Count the heads of the whole model."
+            )
         if group.head_size < 1:
-            refuse(f"{at}.head_size", group.head_size, "a head has at least one element", "Use the model's head size.")
+            _refuse(f"{at}.head_size", group.head_size, "a head has at least one element", "Use the model's head size.")
+        _check_attention(at, group)
         if not group.dtype:
-            refuse(f"{at}.dtype", group.dtype, "the element type is part of a page's identity", "Name it, 'bfloat16' say.")
+            _refuse(f"{at}.dtype", group.dtype, "the element type is part of a page's identity", "Name it, 'bfloat16' say.")
         if not group.regions:
-            refuse(f"{at}.regions", (), "a page has at least one region", "List the buffers that hold the group's pages.")
+            _refuse(f"{at}.regions", (), "a page has at least one region", "List the buffers that hold the group's pages.")
         for region in group.regions:
             if region.bytes_per_page < 1:
-                refuse(
+                _refuse(
                     f"{at}.regions.{region.name}.bytes_per_page",
                     region.bytes_per_page,
                     "a region holds at least one byte of a page",
@@ -95,9 +108,34 @@ def check_layout(layout: Layout) -> None:
                 )
         fewer, more = sorted((group.kv_heads, layout.world))
         if more % fewer:
-            refuse(
+            _refuse(
                 f"{at}.kv_heads",
                 group.kv_heads,
                 f"{layout.world} ranks cannot share {group.kv_heads} KV heads evenly, so ranks would hold unequal pages",
                 "Use a world that divides the heads, or is a multiple of them.",
             )
+
+
+def _check_attention(at: str, group: LayerGroup) -> None:
+    if group.attention not in ("full", "sliding_window"):
+        _refuse(
+            f"{at}.attention",
+            group.attention,
+            "akv stores pages of full attention and of sliding windows; a chunk's or a recurrence's state is in no page (W9)",
+            "Serve this model without akv.",
+        )
+    if group.is_window and group.window_tokens < 1:
+        _refuse(f"{at}.window_tokens", group.window_tokens, "a window holds at least one token", "Use the model's window.")
+    if group.sink_tokens < 0:
+        _refuse(f"{at}.sink_tokens", group.sink_tokens, "sinks are counted from the sequence's start", "Use 0 for none.")
+    if not group.is_window and (group.window_tokens or group.sink_tokens):
+        _refuse(
+            f"{at}.attention",
+            group.attention,
+            f"full attention has neither a window ({group.window_tokens}) nor sinks ({group.sink_tokens})",
+            'Say attention="sliding_window", or leave both out.',
+        )
+
+
+def _refuse(field: str, value: object, why: str, fix: str) -> None:
+    raise SettingsError(f"layout.{field}", value, why, fix)

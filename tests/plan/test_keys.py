@@ -56,6 +56,9 @@ def test_K4_the_fingerprint_of_one_layout_is_fixed() -> None:
         "groups": [
             {
                 "layers": [0],
+                "attention": "full",
+                "window_tokens": 0,
+                "sink_tokens": 0,
                 "dtype": "bfloat16",
                 "kv_heads": 8,
                 "head_size": 64,
@@ -69,7 +72,7 @@ def test_K4_the_fingerprint_of_one_layout_is_fixed() -> None:
         ],
         "world": 1,
     }
-    assert layout_fingerprint(layout()) == "20323215db2f1c6a7299d117fdc9a6a1"
+    assert layout_fingerprint(layout()) == "041f254c8649a49e914200a75975413b"
 
 
 VARIANTS = {
@@ -78,6 +81,9 @@ VARIANTS = {
     "world": layout(world=2),
     "two groups": layout(group(), group()),
     "layers": layout(group(layers=(1,))),
+    "window": layout(group(attention="sliding_window", window_tokens=64)),
+    "wider window": layout(group(attention="sliding_window", window_tokens=65)),
+    "sinks": layout(group(attention="sliding_window", window_tokens=64, sink_tokens=1)),
     "dtype": layout(group(dtype="float16")),
     "kv_heads": layout(group(kv_heads=4)),
     "head_size": layout(group(head_size=128)),
