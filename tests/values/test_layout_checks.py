@@ -37,6 +37,8 @@ def test_K4_a_page_is_its_regions_and_a_slot_holds_the_largest() -> None:
     [
         LAYOUT,
         with_group(kv_heads=1),
+        with_group(attention="sliding_window", window_tokens=1),
+        with_group(attention="sliding_window", window_tokens=2040, sink_tokens=40),
         msgspec.structs.replace(LAYOUT, tokens_per_block=1),
         msgspec.structs.replace(LAYOUT, world=2),
         msgspec.structs.replace(LAYOUT, world=4),
@@ -73,6 +75,39 @@ def test_K4_a_layout_that_cannot_be_served_is_refused_by_field_value_and_fix(lay
     assert (raised.value.field, raised.value.value) == (field, value)
     assert raised.value.fix
     assert raised.value.fix in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"attention": "chunked"}, "attention", "chunked"),
+        ({"attention": "recurrent"}, "attention", "recurrent"),
+        # The kind decides alone: a window does not make a chunk one.
+        ({"attention": "chunked", "window_tokens": 64}, "attention", "chunked"),
+        ({"attention": "sliding-window", "window_tokens": 64}, "attention", "sliding-window"),
+        ({"attention": ""}, "attention", ""),
+        ({"attention": "sliding_window"}, "window_tokens", 0),
+        ({"attention": "sliding_window", "window_tokens": -1}, "window_tokens", -1),
+        ({"attention": "sliding_window", "window_tokens": 64, "sink_tokens": -1}, "sink_tokens", -1),
+        # A window or sinks without a kind that has them: the kind was forgotten, and full attention would be stored.
+        ({"window_tokens": 64}, "attention", "full"),
+        ({"sink_tokens": 4}, "attention", "full"),
+        ({"sink_tokens": -4}, "sink_tokens", -4),
+    ],
+    ids=str,
+)
+def test_W9_a_kind_of_attention_that_cannot_be_served_is_refused_by_name(
+    changes: dict[str, Any], field: str, value: Any
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        check_layout(with_group(**changes))
+    assert (raised.value.field, raised.value.value) == (f"layout.groups[1].{field}", value)
+    assert raised.value.fix in str(raised.value)
+
+
+def test_W1_only_a_sliding_window_forgets() -> None:
+    assert not GROUP.is_window
+    assert msgspec.structs.replace(GROUP, attention="sliding_window", window_tokens=1).is_window
 
 
 @given(st.integers(1, 16), st.integers(1, 16))
