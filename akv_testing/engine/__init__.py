@@ -4,7 +4,15 @@ Needs torch. `open_engine()` is where to start reading; `schedule.py` decides wh
 `akv.host` books the pages.
 """
 
-from akv_testing.engine.config import DEMO, TINY, EngineConfig, ModelConfig
+from akv_testing.engine.config import (
+    DEMO,
+    DEMO_SLIDING,
+    TINY,
+    TINY_SLIDING,
+    AttentionGroup,
+    EngineConfig,
+    ModelConfig,
+)
 from akv_testing.engine.engine import Engine, EngineClosed, open_engine
 from akv_testing.engine.job import Result
 from akv_testing.engine.model import Model
@@ -12,7 +20,10 @@ from akv_testing.engine.pages import Pages, layout_of
 
 __all__ = [
     "DEMO",
+    "DEMO_SLIDING",
     "TINY",
+    "TINY_SLIDING",
+    "AttentionGroup",
     "Engine",
     "EngineClosed",
     "EngineConfig",

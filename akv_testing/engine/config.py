@@ -1,6 +1,7 @@
 """How large the reference engine's model is, and how the engine runs it. The presets are `TINY`, for tests, and `DEMO`."""
 
 from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
@@ -8,6 +9,26 @@ from akv.errors import SettingsError
 
 #: Bytes are tokens; above them stand the special tokens of `akv_testing.engine.text`.
 VOCABULARY = 260
+
+
+class AttentionGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that attend alike and keep alike KV: one layer group of the layout."""
+
+    #: Their indices, ascending. They need not be neighbours: models alternate windows and full attention.
+    layers: tuple[int, ...]
+    #: W: tokens that a layer sees, the one being computed included. 0: all of them.
+    window_tokens: int = 0
+    #: S: tokens from the sequence's start that a window sees as well.
+    sink_tokens: int = 0
+    #: How KV lies in the pages. The arithmetic is float32 everywhere.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    #: KV heads of these layers; 0 for as many as `ModelConfig.kv_heads`.
+    kv_heads: int = 0
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one number in a page."""
+        return 4 if self.dtype == "float32" else 2
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +49,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 16384
     #: Seeds the weights.
     seed: int = 0
+    #: What each layer sees and keeps, every layer in one group. Empty: full attention in all of them, float32.
+    groups: tuple[AttentionGroup, ...] = ()
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV that one token takes in all layers, float32."""
-        return 4 * 2 * self.layers * self.kv_heads * self.head_size
+        """Bytes of KV that one token takes in all layers."""
+        return sum(
+            2 * len(group.layers) * group.kv_heads * self.head_size * group.bytes_per_element for group in self.layer_groups()
+        )
+
+    def layer_groups(self, parts: int = 1) -> tuple[AttentionGroup, ...]:
+        """The groups with their numbers of heads. A model that names none has `parts` alike ones of neighbouring layers."""
+        if self.groups:
+            return tuple(msgspec.structs.replace(group, kv_heads=group.kv_heads or self.kv_heads) for group in self.groups)
+        size = self.layers // parts
+        return tuple(
+            AttentionGroup(layers=tuple(range(first, first + size)), kv_heads=self.kv_heads)
+            for first in range(0, self.layers, size)
+        )
 
     @property
     def key(self) -> str:
@@ -46,10 +81,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     #: T: tokens in a page.
     tokens_per_block: int = 32
-    #: Pages of each layer group.
-    pages: int = 512
-    #: Layer groups that the layers are split over, evenly and in order. More than one is for tests of several page tables.
+    #: Pages of each layer group: one number for all, or one for each.
+    pages: int | tuple[int, ...] = 512
+    #: Layer groups that the layers of a model without `groups` are split over, evenly and in order. More than one is for tests
+    #: of several page tables.
     layer_groups: int = 1
+    #: Whether a page of a layer group is one piece of memory, so that a store can reach it without a copy. Else each layer's
+    #: keys and values are a tensor of their own.
+    contiguous_pages: bool = False
+    #: Tokens behind the window for which requests keep their window pages, so that more ends can be resumed at (W4).
+    window_retention_tokens: int = 0
     #: Where a prompt is cut, in tokens: chunks end at multiples of this, wherever they begin. So what is computed together
     #: depends on where the request resumes, and never on what else is in the pass.
     chunk_tokens: int = 256
@@ -63,18 +104,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: Where the pages lie, for torch: "cpu", "cuda", "cuda:1". The weights have to lie there too.
     device: str = "cpu"
 
+    @property
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """The layer groups, in the order of the layout."""
+        return self.model.layer_groups(self.layer_groups)
+
+    @property
+    def page_counts(self) -> tuple[int, ...]:
+        """Pages of each layer group."""
+        return self.pages if isinstance(self.pages, tuple) else (self.pages,) * len(self.groups)
+
 
 def check_config(config: EngineConfig) -> None:
     """Refuse a configuration that cannot run, by name. Raises SettingsError (fault of whoever wrote it)."""
-    model = config.model
-    wrong = [
-        (model.heads % model.kv_heads != 0, "model.heads", model.heads, f"use a multiple of kv_heads ({model.kv_heads})"),
-        (model.head_size % 2 != 0, "model.head_size", model.head_size, "use an even number"),
-        (model.layers % config.layer_groups != 0, "layer_groups", config.layer_groups, f"use a divisor of {model.layers}"),
+    for is_wrong, field, value, fix in (*_of_engine(config), *_of_model(config.model)):
+        if is_wrong:
+            raise SettingsError(field, value, "the reference engine cannot run with it", fix)
+    # Last: what a group is follows from the numbers that were checked.
+    if len(config.page_counts) != len(config.groups) or min(config.page_counts) < 1:
+        fix = f"use at least 1, for each of {len(config.groups)} groups"
+        raise SettingsError("pages", config.pages, "the reference engine cannot run with it", fix)
+
+
+#: Whether it is wrong, the field, its value, what to do.
+_Check = tuple[bool, str, object, str]
+
+
+def _of_engine(config: EngineConfig) -> tuple[_Check, ...]:
+    model, parts = config.model, config.layer_groups
+    return (
+        (parts < 1 or model.layers % parts != 0, "layer_groups", parts, f"use a divisor of {model.layers}"),
+        (parts != 1 and bool(model.groups), "layer_groups", parts, "leave it out: the model names its groups"),
         (config.tokens_per_block < 1, "tokens_per_block", config.tokens_per_block, "use at least 1"),
-        (config.pages < 1, "pages", config.pages, "use at least 1"),
         (config.chunk_tokens < 1, "chunk_tokens", config.chunk_tokens, "use at least 1"),
         (config.max_running < 1, "max_running", config.max_running, "use at least 1"),
+        (config.window_retention_tokens < 0, "window_retention_tokens", config.window_retention_tokens, "use 0 for none"),
         (
             # Then a chunk fits beside any number of decoding requests, and prompts are never starved by them.
             config.max_tokens_per_pass < config.chunk_tokens + config.max_running,
@@ -82,10 +146,29 @@ def check_config(config: EngineConfig) -> None:
             config.max_tokens_per_pass,
             "use at least chunk_tokens + max_running",
         ),
-    ]
-    for is_wrong, field, value, fix in wrong:
-        if is_wrong:
-            raise SettingsError(field, value, "the reference engine cannot run with it", fix)
+    )
+
+
+def _of_model(model: ModelConfig) -> tuple[_Check, ...]:
+    layers = sorted(layer for group in model.groups for layer in group.layers)
+    heads = [group.kv_heads for group in model.layer_groups()]
+    windows = [(group.window_tokens, group.sink_tokens) for group in model.groups]
+    return (
+        (any(model.heads % of for of in heads), "model.heads", model.heads, f"use a multiple of every kv_heads ({heads})"),
+        (model.head_size % 2 != 0, "model.head_size", model.head_size, "use an even number"),
+        (
+            bool(model.groups) and layers != list(range(model.layers)),
+            "model.groups",
+            [group.layers for group in model.groups],
+            f"put each of {model.layers} layers into one group",
+        ),
+        (
+            any(window < 0 or sinks < 0 or (sinks > 0 and not window) for window, sinks in windows),
+            "model.groups",
+            windows,
+            "use at least 0 for a window and for its sinks, and sinks with windows only",
+        ),
+    )
 
 
 #: Milliseconds per request on one core: for tests.
@@ -93,3 +176,27 @@ TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_size=8, interm
 #: Large enough that computing a prompt of thousands of tokens is clearly slower than loading its pages, and small enough that
 #: computing it a few times takes seconds on two cores: for the demo.
 DEMO = ModelConfig(layers=4, hidden=256, heads=4, kv_heads=2, head_size=48, intermediate=704)
+#: As `TINY`, with full attention and windows in turn, as published models have it: other dtypes, heads and page sizes.
+TINY_SLIDING = ModelConfig(
+    layers=4,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    intermediate=64,
+    max_tokens=2048,
+    groups=(
+        AttentionGroup(layers=(0, 2)),
+        AttentionGroup(layers=(1,), window_tokens=20, sink_tokens=3, dtype="bfloat16"),
+        AttentionGroup(layers=(3,), window_tokens=50, kv_heads=4),
+    ),
+)
+#: As `DEMO`, with windows in turn. 32 tokens are pages of 48, 12 and 24 KiB.
+DEMO_SLIDING = msgspec.structs.replace(
+    DEMO,
+    groups=(
+        AttentionGroup(layers=(0, 2)),
+        AttentionGroup(layers=(1,), window_tokens=200, sink_tokens=40, kv_heads=1),
+        AttentionGroup(layers=(3,), window_tokens=331, dtype="bfloat16", kv_heads=4),
+    ),
+)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from akv_testing.engine.config import ModelConfig
-from akv_testing.engine.pages import Pages, Place
+from akv_testing.engine.pages import Pages
+from akv_testing.engine.place import Place
 
 #: Base of the RoPE frequencies, as most published models have it.
 _ROPE_BASE = 10_000.0
@@ -24,8 +25,9 @@ _EPSILON = 1e-6
 class Layer:
     """The weights of one layer. Matrices are (inputs, outputs)."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, device: torch.device) -> None:
-        hidden, kv, query = config.hidden, config.kv_heads * config.head_size, config.heads * config.head_size
+    def __init__(self, config: ModelConfig, kv_heads: int, generator: torch.Generator, device: torch.device) -> None:
+        hidden, kv, query = config.hidden, kv_heads * config.head_size, config.heads * config.head_size
+        self.kv_heads = kv_heads
         self.attention_norm = torch.ones(hidden, device=device)
         self.mlp_norm = torch.ones(hidden, device=device)
         self.query_key_value = _random(generator, hidden, query + 2 * kv).to(device)
@@ -44,7 +46,8 @@ class Model:
         generator = torch.Generator().manual_seed(config.seed)
         # Embeddings of unit size, unlike the matrices: a residual stream that starts small would hide what attention adds.
         self.embedding = torch.randn(config.vocabulary, config.hidden, generator=generator).to(self.device)
-        self.layers = [Layer(config, generator, self.device) for _ in range(config.layers)]
+        kv_heads = {layer: group.kv_heads for group in config.layer_groups() for layer in group.layers}
+        self.layers = [Layer(config, kv_heads[number], generator, self.device) for number in range(config.layers)]
         self.final_norm = torch.ones(config.hidden, device=self.device)
         self.unembedding = _random(generator, config.hidden, config.vocabulary).to(self.device)
         frequencies = _ROPE_BASE ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
@@ -56,38 +59,34 @@ class Model:
         """Compute one chunk: its KV goes to the pages of its positions. Returns the last token's logits, (vocabulary,).
 
         `tokens` stand at positions [start, start + len(tokens)); the KV before them lies in the pages already. `tables`: per
-        layer group, the page of block i at position i. Blocks the thread; on CUDA it queues the work and returns.
+        layer group, the page of block i at position i, -1 where a window's page is gone. Blocks the thread; on CUDA it queues
+        the work and returns.
         """
         with torch.inference_mode():
-            end = start + len(tokens)
-            places = [pages.place(table, start, end, self.device) for table in tables]
-            mask = _causal_mask(start, end, self.device)
+            places = pages.places(tables, start, start + len(tokens), self.device)
             hidden = self.embedding[torch.tensor(tokens, device=self.device)]
             for number, layer in enumerate(self.layers):
-                group = pages.group_of(number)
                 keys, values = pages.layer(number)
                 normed = _norm(hidden, layer.attention_norm)
-                hidden = hidden + self._attention(layer, normed, start, places[group], keys, values, mask)
+                hidden = hidden + self._attention(layer, normed, start, places[pages.group_of(number)], keys, values)
                 gate, up = (_norm(hidden, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
                 hidden = hidden + (functional.silu(gate) * up) @ layer.down
             return _norm(hidden[-1], self.final_norm) @ self.unembedding
 
-    def _attention(
-        self, layer: Layer, x: Tensor, start: int, place: Place, keys: Tensor, values: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, start: int, place: Place, keys: Tensor, values: Tensor) -> Tensor:
         config = self.config
         count = x.shape[0]
-        kv, query = config.kv_heads * config.head_size, config.heads * config.head_size
+        kv, query = layer.kv_heads * config.head_size, config.heads * config.head_size
         q, k, v = torch.split(x @ layer.query_key_value, [query, kv, kv], dim=-1)
         q = self._rotate(q.view(count, config.heads, config.head_size), start)
-        k = self._rotate(k.view(count, config.kv_heads, config.head_size), start)
+        k = self._rotate(k.view(count, layer.kv_heads, config.head_size), start)
         place.write(keys, k)
-        place.write(values, v.view(count, config.kv_heads, config.head_size))
+        place.write(values, v.view(count, layer.kv_heads, config.head_size))
         attended = functional.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             place.read(keys).unsqueeze(0),
             place.read(values).unsqueeze(0),
-            attn_mask=mask,
+            attn_mask=place.mask,
             enable_gqa=True,
         )
         return attended[0].transpose(0, 1).reshape(count, query) @ layer.attention_out
@@ -104,11 +103,3 @@ def _random(generator: torch.Generator, inputs: int, outputs: int) -> Tensor:
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + _EPSILON) * weight
-
-
-def _causal_mask(start: int, end: int, device: torch.device) -> Tensor | None:
-    """What to add to the scores of positions [start, end) against [0, end): minus infinity where the key is in the future."""
-    if end - start == 1:
-        return None  # the last position sees everything
-    future = torch.arange(end, device=device) > torch.arange(start, end, device=device).unsqueeze(1)
-    return torch.zeros(future.shape, device=device).masked_fill_(future, float("-inf"))

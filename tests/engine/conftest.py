@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import anyio
 import pytest
+import torch
+from torch import Tensor
 
 from akv.connector import Connector, open_connector
 from akv.device import open_torch_device
 from akv.ports import Ports
 from akv_testing.calls import FakeRunner
 from akv_testing.engine import TINY, Engine, EngineConfig, Model, Pages, open_engine
+from akv_testing.engine.pages import DTYPES
 from akv_testing.pool import FakePool
 from akv_testing.pytest_backends import real_backends
 from akv_testing.store import FakeStore
@@ -30,12 +33,18 @@ class Served:
     pages: Pages
 
 
-OpenServed = Callable[[EngineConfig, FakeStore], AbstractAsyncContextManager[Served]]
+OpenServed = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture(scope="session")
 def model() -> Model:
     return Model(TINY)
+
+
+@pytest.fixture(scope="session")
+def dense_logits() -> Callable[[Model, list[int]], Tensor]:
+    """The same transformer written plainly: no pages, no chunks, attention spelled out. Logits of every position."""
+    return _dense_logits
 
 
 @pytest.fixture
@@ -46,10 +55,12 @@ def config() -> EngineConfig:
 
 @pytest.fixture
 def served(model: Model) -> OpenServed:
-    """Open an engine whose connector moves real torch pages to and from a fake store."""
+    """Open an engine whose connector moves real torch pages to and from a fake store. Further arguments are settings."""
 
     @asynccontextmanager
-    async def open_served(config: EngineConfig, store: FakeStore) -> AsyncIterator[Served]:
+    async def open_served(
+        config: EngineConfig, store: FakeStore, *, weights: Model = model, **changed: object
+    ) -> AsyncIterator[Served]:
         pages = Pages(config)
         pool, runner = FakePool(store), FakeRunner(now=anyio.current_time)
         ports = Ports(pool=pool, device=open_torch_device(pages.layout, pages.caches), runner=runner)
@@ -61,11 +72,50 @@ def served(model: Model) -> OpenServed:
             "lookup_deadline_s": 100.0,
             "load_deadline_s": 100.0,
             "shutdown_deadline_s": 100.0,
+            **changed,
         }
         async with (
             open_connector(settings, pages.layout, pages.caches, ports=ports) as kv,
-            open_engine(config, model=model, pages=pages, kv=kv) as engine,
+            open_engine(config, model=weights, pages=pages, kv=kv) as engine,
         ):
             yield Served(engine, kv, pool, runner, pages)
 
     return open_served
+
+
+def _dense_logits(model: Model, tokens: list[int]) -> Tensor:
+    config = model.config
+    length, half = len(tokens), config.head_size // 2
+    x = model.embedding[torch.tensor(tokens)]
+    angle = torch.outer(torch.arange(length).double(), 10_000.0 ** (-torch.arange(half).double() / half))
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def norm(v: Tensor) -> Tensor:
+        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def rotated(v: Tensor) -> Tensor:
+        turned = torch.complex(v[..., :half].double(), v[..., half:].double()) * turn[:, None]
+        return torch.cat((turned.real, turned.imag), -1).float()
+
+    groups = {number: group for group in config.layer_groups() for number in group.layers}
+    for number, layer in enumerate(model.layers):
+        group = groups[number]
+        qkv = (norm(x) @ layer.query_key_value).view(length, config.heads + 2 * group.kv_heads, config.head_size)
+        q, k = rotated(qkv[:, : config.heads]), rotated(qkv[:, config.heads : config.heads + group.kv_heads])
+        k, v = (part.to(DTYPES[group.dtype]).float() for part in (k, qkv[:, config.heads + group.kv_heads :]))
+        sees = [
+            [key <= at and (not group.window_tokens or at - key < group.window_tokens or key < group.sink_tokens)
+             for key in range(length)]
+            for at in range(length)
+        ]  # fmt: skip
+        outputs = []
+        for head in range(config.heads):
+            shared = head // (config.heads // group.kv_heads)
+            scores = q[:, head] @ k[:, shared].T / config.head_size**0.5
+            scores = scores.masked_fill(~torch.tensor(sees), float("-inf"))
+            outputs.append(scores.softmax(-1) @ v[:, shared])
+        x = x + torch.cat(outputs, -1) @ layer.attention_out
+        hidden = norm(x) @ layer.gate_up
+        gate, up = hidden[:, : config.intermediate], hidden[:, config.intermediate :]
+        x = x + (gate * gate.sigmoid() * up) @ layer.down
+    return norm(x) @ model.unembedding

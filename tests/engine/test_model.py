@@ -2,48 +2,32 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from akv.device.caches import take_caches
 from akv.errors import SettingsError
-from akv_testing.engine import DEMO, TINY, EngineConfig, Model, ModelConfig, Pages, layout_of
+from akv.values.layout import check_layout
+from akv_testing.engine import (
+    DEMO,
+    TINY,
+    TINY_SLIDING,
+    AttentionGroup,
+    EngineConfig,
+    Model,
+    ModelConfig,
+    Pages,
+    layout_of,
+)
 from akv_testing.engine.config import check_config
 
 TOKENS = [7 * position % 251 for position in range(90)]
-
-
-def dense_logits(model: Model, tokens: list[int]) -> Tensor:
-    """The same transformer written plainly: no pages, no chunks, attention spelled out. Logits of every position."""
-    config = model.config
-    length, half = len(tokens), config.head_size // 2
-    x = model.embedding[torch.tensor(tokens)]
-    angle = torch.outer(torch.arange(length).double(), 10_000.0 ** (-torch.arange(half).double() / half))
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def norm(v: Tensor) -> Tensor:
-        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    def rotated(v: Tensor) -> Tensor:
-        turned = torch.complex(v[..., :half].double(), v[..., half:].double()) * turn[:, None]
-        return torch.cat((turned.real, turned.imag), -1).float()
-
-    for layer in model.layers:
-        qkv = (norm(x) @ layer.query_key_value).view(length, config.heads + 2 * config.kv_heads, config.head_size)
-        q, k = rotated(qkv[:, : config.heads]), rotated(qkv[:, config.heads : config.heads + config.kv_heads])
-        v = qkv[:, config.heads + config.kv_heads :]
-        outputs = []
-        for head in range(config.heads):
-            shared = head // (config.heads // config.kv_heads)
-            scores = q[:, head] @ k[:, shared].T / config.head_size**0.5
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-            outputs.append(scores.softmax(-1) @ v[:, shared])
-        x = x + torch.cat(outputs, -1) @ layer.attention_out
-        hidden = norm(x) @ layer.gate_up
-        gate, up = hidden[:, : config.intermediate], hidden[:, config.intermediate :]
-        x = x + (gate * gate.sigmoid() * up) @ layer.down
-    return norm(x) @ model.unembedding
+#: The fixture `dense_logits`, which conftest.py describes.
+Dense = Callable[[Model, list[int]], Tensor]
 
 
 def paged_logits(model: Model, config: EngineConfig, cuts: list[int], table: list[int]) -> list[Tensor]:
@@ -56,7 +40,9 @@ def paged_logits(model: Model, config: EngineConfig, cuts: list[int], table: lis
 
 @pytest.mark.parametrize("layer_groups", [1, 2])
 @pytest.mark.parametrize("cuts", [[], [1], [32, 64], [5, 6, 7, 50, 89]], ids=str)
-def test_chunks_on_scattered_pages_equal_a_dense_forward(model: Model, cuts: list[int], layer_groups: int) -> None:
+def test_chunks_on_scattered_pages_equal_a_dense_forward(
+    model: Model, dense_logits: Dense, cuts: list[int], layer_groups: int
+) -> None:
     config = EngineConfig(model=TINY, tokens_per_block=8, pages=64, layer_groups=layer_groups)
     table = [(17 * block + 3) % 64 for block in range(12)]
     expected = dense_logits(model, TOKENS)
@@ -99,6 +85,26 @@ def test_digests_tell_pages_apart_by_one_bit() -> None:
     assert before[1][1] != after[1][1]
 
 
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_K4_groups_have_pages_of_their_own_number_dtype_and_size(contiguous: bool) -> None:
+    config = EngineConfig(model=TINY_SLIDING, tokens_per_block=8, pages=(6, 4, 5), contiguous_pages=contiguous)
+    layout, pages = layout_of(config), Pages(config)
+    assert [group.layers for group in layout.groups] == [(0, 2), (1,), (3,)]
+    assert [(group.attention, group.window_tokens, group.sink_tokens) for group in layout.groups] == [
+        ("full", 0, 0),
+        ("sliding_window", 20, 3),
+        ("sliding_window", 50, 0),
+    ]
+    # Keys and values; layers, elements of a page, bytes of each.
+    assert [group.bytes_per_page for group in layout.groups] == [2 * 2 * 128 * 4, 2 * 1 * 128 * 2, 2 * 1 * 256 * 4]
+    check_layout(layout)
+    caches, _ = take_caches(layout, pages.caches)  # what akv makes of them
+    assert [group.page_count for group in caches] == [6, 4, 5]
+    for regions in pages.caches:
+        assert len({cache.untyped_storage().data_ptr() for cache in regions}) == (1 if contiguous else len(regions))
+    assert sum(group.bytes_per_page for group in layout.groups) == 8 * TINY_SLIDING.kv_bytes_per_token
+
+
 @pytest.mark.parametrize("layer_groups", [1, 2])
 def test_K4_the_layout_describes_the_caches(layer_groups: int) -> None:
     config = EngineConfig(model=TINY, tokens_per_block=8, pages=4, layer_groups=layer_groups)
@@ -113,9 +119,14 @@ def test_K4_the_layout_describes_the_caches(layer_groups: int) -> None:
 
 
 def test_K4_other_weights_have_another_model_key() -> None:
-    other = ModelConfig(**{name: getattr(TINY, name) for name in TINY.__struct_fields__} | {"seed": 1})
-    assert len({TINY.key, DEMO.key, other.key}) == 3
+    other = msgspec.structs.replace(TINY, seed=1)
+    windows = msgspec.structs.replace(TINY, groups=(AttentionGroup(layers=(0, 1), window_tokens=9),))
+    assert len({TINY.key, DEMO.key, other.key, windows.key}) == 4
     assert not torch.equal(Model(TINY).unembedding, Model(other).unembedding)
+
+
+def with_groups(*groups: AttentionGroup) -> ModelConfig:
+    return msgspec.structs.replace(TINY, groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +135,14 @@ def test_K4_other_weights_have_another_model_key() -> None:
         ("layer_groups", {"layer_groups": 3}),
         ("tokens_per_block", {"tokens_per_block": 0}),
         ("pages", {"pages": 0}),
+        ("pages", {"pages": (4, 4)}),
+        ("window_retention_tokens", {"window_retention_tokens": -1}),
+        ("layer_groups", {"model": TINY_SLIDING, "layer_groups": 2}),
+        ("model.groups", {"model": with_groups(AttentionGroup(layers=(0,)))}),
+        ("model.groups", {"model": with_groups(AttentionGroup(layers=(0, 1)), AttentionGroup(layers=(1,)))}),
+        ("model.groups", {"model": with_groups(AttentionGroup(layers=(0, 1), sink_tokens=1))}),
+        ("model.groups", {"model": with_groups(AttentionGroup(layers=(0, 1), window_tokens=-1))}),
+        ("model.heads", {"model": with_groups(AttentionGroup(layers=(0, 1), kv_heads=3))}),
         ("chunk_tokens", {"chunk_tokens": 0}),
         ("max_running", {"max_running": 0}),
         ("max_tokens_per_pass", {"max_tokens_per_pass": 256}),
