@@ -24,7 +24,13 @@ from akv.ports.calls import CallEnd, CallKind, CallSize
 from akv_testing.errors import CallLimitExceeded, MisuseError
 
 #: Calls of each kind that a runner runs at a time unless a test says otherwise: what akv's own defaults come to.
-DEFAULT_LIMITS: Mapping[CallKind, int] = {CallKind.PROBE: 2, CallKind.GET: 2, CallKind.PUT: 1, CallKind.COPY: 3}
+DEFAULT_LIMITS: Mapping[CallKind, int] = {
+    CallKind.PROBE: 2,
+    CallKind.GET: 2,
+    CallKind.PUT: 1,
+    CallKind.COPY: 3,
+    CallKind.SNAPSHOT: 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +41,20 @@ class Latency:
     get_s: float = 0.0
     put_s: float = 0.0
     copy_s: float = 0.0
+    #: As `copy_s` if None.
+    snapshot_s: float | None = None
     per_key_s: float = 0.0
     per_byte_s: float = 0.0
 
     def __call__(self, kind: CallKind, size: CallSize) -> float:
         """The duration of one call, in seconds."""
-        base = {CallKind.PROBE: self.probe_s, CallKind.GET: self.get_s, CallKind.PUT: self.put_s, CallKind.COPY: self.copy_s}
+        base = {
+            CallKind.PROBE: self.probe_s,
+            CallKind.GET: self.get_s,
+            CallKind.PUT: self.put_s,
+            CallKind.COPY: self.copy_s,
+            CallKind.SNAPSHOT: self.copy_s if self.snapshot_s is None else self.snapshot_s,
+        }
         return base[kind] + size.keys * self.per_key_s + size.bytes * self.per_byte_s
 
 

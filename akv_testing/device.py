@@ -18,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from akv.errors import NotOpenError
-from akv.ports.device import CopyStream, HostBuffer, PassEvent
+from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.values.layout import Layout
 from akv_testing.copy_script import CopyKind, CopyScript
 from akv_testing.errors import MisuseError
-from akv_testing.memory import FakeHostBuffer
-from akv_testing.races import AccessLedger, Actor, Actors
+from akv_testing.memory import FakeHostBuffer, FakePageBuffer
+from akv_testing.races import Actor, Actors
 from akv_testing.timeline import FakeEvent, Timeline, Work, WorkKind
 
-#: What pages hold before anybody wrote them.
-PAGE_POISON = 0xEE
 #: What the destination of a copy or kernel holds while it runs, and keeps if it fails.
 TORN = 0xDB
 #: How long a copy or gather takes unless a test says otherwise, in seconds. Not 0: code must wait for its event.
@@ -65,7 +63,8 @@ class FakeDevice:
     """Implements `akv.ports.device.DeviceCopier` for pages kept in numpy arrays.
 
     `layout`: its page geometry. `page_counts`: pages per group. `now`: the clock. `copy_s`: the duration of a copy in seconds
-    given its bytes; a constant by default.
+    given its bytes; a constant by default. `host_pages`: it is a CPU, and `host_region()` gives its pages to the store, whose
+    calls on them are then checked like kernels. `one_memory`: all layer groups lie in one piece of memory.
     """
 
     def __init__(
@@ -75,6 +74,8 @@ class FakeDevice:
         now: Callable[[], float],
         *,
         copy_s: Callable[[int], float] = lambda nbytes: COPY_S,
+        host_pages: bool = False,
+        one_memory: bool = False,
     ) -> None:
         if len(page_counts) != len(layout.groups):
             raise MisuseError(f"{len(page_counts)} page counts for {len(layout.groups)} layer groups")
@@ -85,14 +86,18 @@ class FakeDevice:
         #: Every copy so far, in order.
         self.copies: list[CopyRecord] = []
         self._now = now
-        self._pages: list[NDArray[np.uint8]] = [
-            np.full((count, group.bytes_per_page), PAGE_POISON, dtype=np.uint8)
-            for count, group in zip(page_counts, layout.groups, strict=True)
-        ]
-        self._ledgers = [AccessLedger(_page_namer(group)) for group in range(len(page_counts))]
         self._actors = Actors()
         self._execution = FakeStream(self._actors.add("execution stream"))
         self._timeline = Timeline(now)
+        self._host_pages = host_pages
+        sizes = [(index, page_counts[index], int(group.bytes_per_page)) for index, group in enumerate(layout.groups)]
+        self._memories = [
+            FakePageBuffer(some, name=f"cache {number}", host=self._actors.host, settle=self._timeline.settle)
+            for number, some in enumerate([sizes] if one_memory else [[one] for one in sizes])
+        ]
+        groups = [pages for memory in self._memories for pages in memory.groups.values()]
+        self._pages = [pages.rows for pages in groups]
+        self._ledgers = [pages.ledger for pages in groups]
         self._buffers = 0
         self._open = True
 
@@ -146,6 +151,15 @@ class FakeDevice:
     ) -> FakeEvent:
         """As the port says. Raises UnorderedAccess unless it is ordered behind every access of each page."""
         return self._copy("scatter", stream, group, pages, buffer, offsets, after)
+
+    def host_region(self, group: int) -> HostRegion | None:
+        """As the port says: None unless made with `host_pages`. Page 0 is not at 0, and pages do not touch."""
+        self._check_open()
+        if not self._host_pages:
+            return None
+        memory = next(memory for memory in self._memories if group in memory.groups)
+        pages = memory.groups[group]
+        return HostRegion(memory, pages.offset, pages.pitch)
 
     def execution_waits_for(self, event: PassEvent) -> None:
         """As the port says."""
@@ -280,7 +294,7 @@ class FakeDevice:
         nbytes = self.layout.groups[group].bytes_per_page
         for page, offset in zip(pages, offsets, strict=True):
             self._ledgers[group].note(stamp, page, page + 1, writes=kind == "scatter")
-            buffer.ledger.note(stamp, offset, offset + nbytes, writes=kind == "gather")
+            buffer.note(stamp, offset, nbytes, writes=kind == "gather")
 
     def _work(
         self,
@@ -316,10 +330,6 @@ class FakeDevice:
     def _check_open(self) -> None:
         if not self._open:
             raise NotOpenError("the device was closed")
-
-
-def _page_namer(group: int) -> Callable[[int, int], str]:
-    return lambda begin, end: f"page {begin} of group {group}"
 
 
 def _nothing() -> None:

@@ -1,14 +1,20 @@
-"""Host memory of the fakes: it knows who wrote it last, and whether the host may look at it yet."""
+"""Host memory of the fakes: it knows who touched it last, and whether the host may touch it yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from akv_testing.errors import MisuseError
-from akv_testing.races import AccessLedger, Actor, Actors
+from akv_testing.races import AccessLedger, Actor, Actors, Stamp
 
 #: What host memory holds before anybody wrote it, and where a get did not deliver.
 HOST_POISON = 0xDD
+#: What pages hold before anybody wrote them.
+PAGE_POISON = 0xEE
+#: Bytes before the first page of a group and behind each page, so that a page's place is never its index times its size.
+PAGE_GAP = 8
 
 
 def _nothing() -> None:
@@ -19,7 +25,7 @@ class FakeHostBuffer:
     """Implements `akv.ports.device.HostBuffer`, filled with `HOST_POISON`.
 
     `FakePool` reads and writes it with `host_read` and `host_write`, which raise `UnorderedAccess` unless the host saw the
-    event of every copy that wrote the piece (or, for a write, that read it) complete. `view()` is not watched.
+    event of everything complete that wrote the piece (or, for a write, that read it). `view()` is not watched.
     """
 
     def __init__(
@@ -29,12 +35,12 @@ class FakeHostBuffer:
             raise MisuseError(f"{name} of {nbytes} bytes: a buffer holds at least one")
         self.name = name
         self.array = np.full(nbytes, HOST_POISON, dtype=np.uint8)
-        self.ledger = AccessLedger(lambda begin, end: f"bytes [{begin}, {end}) of {name}")
+        self._ledger = AccessLedger(lambda begin, end: f"bytes [{begin}, {end}) of {name}")
         self._host = Actors().host if host is None else host
         self._settle = settle
 
     def __repr__(self) -> str:
-        return f"<FakeHostBuffer {self.name}, {self.nbytes} bytes>"
+        return f"<{type(self).__name__} {self.name}, {self.nbytes} bytes>"
 
     @property
     def address(self) -> int:
@@ -56,16 +62,71 @@ class FakeHostBuffer:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise MisuseError(f"bytes [{offset}, {offset + nbytes}) lie outside {self.name}, which has {self.nbytes}")
 
+    def note(self, stamp: Stamp, offset: int, nbytes: int, *, writes: bool) -> None:
+        """An access of a piece. Raises UnorderedAccess unless it is ordered behind the earlier ones that it depends on."""
+        self._ledger.note(stamp, offset, offset + nbytes, writes=writes)
+
     def host_read(self, offset: int, nbytes: int) -> bytes:
-        """The bytes of a piece, for the host or the store; every copy into it must have been seen complete."""
+        """The bytes of a piece at this moment, for the host or the store; what wrote them must have been seen complete."""
         self.check_piece(offset, nbytes)
         self._settle()
-        self.ledger.note(self._host.step(), offset, offset + nbytes, writes=False)
+        self.note(self._host.step(), offset, nbytes, writes=False)
         return self.array[offset : offset + nbytes].tobytes()
 
     def host_write(self, offset: int, data: bytes) -> None:
-        """Write a piece as the host or the store does; every copy into it and out of it must have been seen complete."""
+        """Write a piece as the host or the store does; what wrote it or read it must have been seen complete."""
         self.check_piece(offset, len(data))
         self._settle()
-        self.ledger.note(self._host.step(), offset, offset + len(data), writes=True)
+        self.note(self._host.step(), offset, len(data), writes=True)
         self.array[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+class FakePages(NamedTuple):
+    """The pages of one layer group, somewhere in a `FakePageBuffer`."""
+
+    #: Shape (pages, bytes per page); the rows lie `pitch` bytes apart.
+    rows: NDArray[np.uint8]
+    #: Counts in pages.
+    ledger: AccessLedger
+    #: Where page 0 begins in the buffer, and how far apart pages are, in bytes.
+    offset: int
+    pitch: int
+
+    def page_at(self, offset: int, nbytes: int) -> int | None:
+        """The page that holds these bytes of the buffer, if one holds all of them."""
+        page, inside = divmod(offset - self.offset, self.pitch)
+        return page if 0 <= page < len(self.rows) and inside + nbytes <= self.rows.shape[1] else None
+
+
+class FakePageBuffer(FakeHostBuffer):
+    """An engine's pages, of one layer group or several, as memory of the host: who touches it is noted page by page.
+
+    So the host's accesses are ordered with those of kernels and copies: a put that reads a page before the host saw the kernel
+    complete that wrote it raises UnorderedAccess, and so does a get that writes a page which a kernel is still using.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, int, int]], *, name: str, host: Actor, settle: Callable[[], None]) -> None:
+        """`groups`: the index of each layer group, its pages, and bytes per page."""
+        nbytes = sum(PAGE_GAP + count * (size + PAGE_GAP) for _, count, size in groups)
+        super().__init__(nbytes, name=name, host=host, settle=settle)
+        self.groups: dict[int, FakePages] = {}
+        end = 0
+        for group, count, size in groups:
+            begin, pitch = end + PAGE_GAP, size + PAGE_GAP
+            end = begin + count * pitch
+            rows = self.array[begin:end].reshape(count, pitch)[:, :size]
+            rows[:] = PAGE_POISON
+            self.groups[group] = FakePages(rows, AccessLedger(_page_namer(group)), begin, pitch)
+
+    def note(self, stamp: Stamp, offset: int, nbytes: int, *, writes: bool) -> None:
+        """As the base says, by pages. Raises MisuseError for bytes that are not those of one page."""
+        for pages in self.groups.values():
+            page = pages.page_at(offset, nbytes)
+            if page is not None:
+                pages.ledger.note(stamp, page, page + 1, writes=writes)
+                return
+        raise MisuseError(f"bytes [{offset}, {offset + nbytes}) of {self.name} are not those of one page")
+
+
+def _page_namer(group: int) -> Callable[[int, int], str]:
+    return lambda begin, end: f"page {begin} of group {group}"

@@ -79,6 +79,8 @@ class FakePool:
         self.name = name
         #: Every call so far, in order.
         self.calls: list[PoolCall] = []
+        #: As the port says. Set it False before a connector opens to play a transport whose peers may write after a return.
+        self.lets_go_at_return = True
         #: Bytes that gets delivered and that puts handed over.
         self.bytes_moved: Counter[Operation] = Counter()
         self._registered: dict[int, HostBuffer] = {}

@@ -54,17 +54,19 @@ def fake_ports(
     store: FakeStore | None = None,
     latency: Callable[[CallKind, CallSize], float] | None = None,
     name: str = "pool",
+    host_pages: bool = False,
     now: Callable[[], float] = anyio.current_time,
 ) -> FakePorts:
     """A fake pool, device and runner under one clock.
 
     `layout`: `tiny_layout()` by default. `pages`: pages per group, one number for all or one each. `store`: what several
-    processes share; a new one of unlimited size by default. `latency`: of the runner's calls; 0 by default.
+    processes share; a new one of unlimited size by default. `latency`: of the runner's calls; 0 by default. `host_pages`: the
+    store can reach the device's pages, as on a CPU.
     """
     geometry = tiny_layout() if layout is None else layout
     counts = [pages] * len(geometry.groups) if isinstance(pages, int) else pages
     return FakePorts(
         pool=FakePool(FakeStore(now) if store is None else store, name=name),
-        device=FakeDevice(geometry, counts, now),
+        device=FakeDevice(geometry, counts, now, host_pages=host_pages),
         runner=FakeRunner(latency=latency, now=now),
     )

@@ -16,8 +16,9 @@ import torch
 
 from akv.device.caches import WORDS, GroupCache, take_caches
 from akv.device.host_memory import TorchBuffer
+from akv.device.host_pages import host_regions
 from akv.errors import DeviceError, EngineContractError, NotOpenError, SettingsError
-from akv.ports.device import CopyStream, HostBuffer, PassEvent
+from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.values.layout import Layout
 
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. One page at
@@ -99,6 +100,9 @@ class TorchCopier:
             min(SCRATCH_BYTES, max(group.page_count * group.bytes_per_page for group in self._groups)),
         )
         self._execution = _execution_stream(stream, self._device)
+        self._host_regions: tuple[HostRegion | None, ...] = (
+            host_regions(self._groups) if self._device.type == "cpu" else (None,) * len(self._groups)
+        )
         self._streams: list[TorchStream] = []
         self._open = True
 
@@ -160,6 +164,15 @@ class TorchCopier:
         """
         return self._move(stream, group, pages, buffer, offsets, after, to_host=False)
 
+    def host_region(self, group: int) -> HostRegion | None:
+        """The group's pages in the cache's own memory: on a CPU, if every page is one piece. On CUDA None.
+
+        That is so for a group of one region, and for regions that are slices of one tensor, `big[:, 0]`, `big[:, 1]` and so on
+        in the layout's order. The buffer keeps the cache alive, also after `close()`.
+        """
+        self._check_open()
+        return self._host_regions[group]
+
     def execution_waits_for(self, event: PassEvent) -> None:
         """Order the engine's next work behind `event`, on the execution stream and not on the host."""
         self._check_open()
@@ -169,6 +182,7 @@ class TorchCopier:
         """Let go of the caches and of the streams with their scratch. Only when no copy is queued or running. Idempotent."""
         self._open = False
         self._groups = ()
+        self._host_regions = ()
         while self._streams:
             self._streams.pop().close()
         self._execution = None

@@ -126,7 +126,7 @@ def set_up_store(store: StoreSettings) -> MooncakePool:
             "segment does not fit in memory (store.segment_bytes), there is no such protocol or device here (store.protocol, "
             "store.device_name), or client and master are of versions that do not work together. The client told stderr why."
         )
-    return MooncakePool(client, store.master_address, after_call=CLIENT_LOG.read)
+    return MooncakePool(client, store.master_address, protocol=store.protocol, after_call=CLIENT_LOG.read)
 
 
 async def _check_local_hostname(store: StoreSettings) -> None:

@@ -35,6 +35,7 @@ class MooncakePool:
     entries of `budget`: so calls of any length and number keep within what a TCP peer takes. A call whose turn does not come
     is answered UNAVAILABLE, with code 0, and moved nothing.
 
+    `protocol`: of the store's transport, which decides what `lets_go_at_return` says; one that is not known says no.
     `after_call`: run on the calling thread after each call of the client; it reads the client's log.
     """
 
@@ -43,6 +44,7 @@ class MooncakePool:
         client: StoreClient,
         address: str,
         *,
+        protocol: str = "",
         budget: TransferBudget = PROCESS_BUDGET,
         trouble: TroubleLog | None = None,
         after_call: Callable[[], object] = lambda: None,
@@ -50,6 +52,7 @@ class MooncakePool:
         self._client = client
         #: The master's address, for errors and logs.
         self.address = address
+        self._lets_go_at_return = protocol == "tcp"
         self._budget = budget
         self._trouble = TroubleLog() if trouble is None else trouble
         self._after_call = after_call
@@ -59,6 +62,14 @@ class MooncakePool:
         self._pid = os.getpid()
         #: Registered memory by its address. The reference keeps it alive for as long as the store knows it.
         self._buffers: dict[int, HostBuffer] = {}
+
+    @property
+    def lets_go_at_return(self) -> bool:
+        """Over TCP: the bytes come and go through this process's own sockets, and the call waits for them.
+
+        Not over RDMA, where a peer that was told an address may still write there after a transfer error (M3).
+        """
+        return self._lets_go_at_return
 
     @property
     def calls_running(self) -> int:

@@ -16,6 +16,8 @@ class CallKind(StrEnum):
     PUT = "put"
     #: Device copies, and the allocation of staging memory.
     COPY = "copy"
+    #: Copies of window pages that the next forward waits for: never behind another copy.
+    SNAPSHOT = "snapshot"
 
 
 class CallSize(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The device: the engine's pages, staging memory on the host, and copies between them that events order."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class HostBuffer(Protocol):
@@ -20,6 +20,38 @@ class HostBuffer(Protocol):
     def view(self) -> memoryview:
         """Its bytes, writable, format "B". The memory lives at least as long as the view."""
         ...
+
+
+class HostRegion(NamedTuple):
+    """Where the pages of a layer group lie in host memory, each in one piece, so that the store can reach them itself."""
+
+    #: The cache's own memory. Layer groups that share memory have the same buffer here.
+    buffer: HostBuffer
+    #: Where page 0 begins in it, in bytes.
+    offset: int
+    #: Bytes from the beginning of one page to the next one's; at least a page.
+    pitch: int
+
+    def offsets(self, pages: Sequence[int]) -> list[int]:
+        """Where these pages begin in the buffer, in bytes."""
+        return [self.offset + page * self.pitch for page in pages]
+
+
+class DeviceBuffer(Protocol):
+    """Contiguous memory on the device, apart from the engine's cache: the device slots of the snapshot ring (S3)."""
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is, in bytes."""
+        ...
+
+
+class DeviceSlots(NamedTuple):
+    """Pieces of a device buffer, one per page."""
+
+    buffer: DeviceBuffer
+    #: Where each piece begins, in bytes.
+    offsets: Sequence[int]
 
 
 class PassEvent(Protocol):
@@ -45,10 +77,10 @@ class CopyStream(Protocol):
 class DeviceCopier(Protocol):
     """Copies pages between an engine's cache and host buffers, in order, without the host waiting.
 
-    A page at an offset of a host buffer lies there as its regions' bytes, concatenated in the layout's order. `gather` and
-    `scatter` may take host time (they issue one copy per region, not per page; on a CPU they do the copying), so they are
-    called through a `CallRunner`; the other methods are quick and called on the loop. `akv_testing.conformance.device` holds
-    what an implementation must pass.
+    A page at an offset of a host buffer lies there as its regions' bytes, concatenated in the layout's order. `gather`,
+    `scatter` and `snapshot` may take host time (they issue one copy per region, not per page; on a CPU they do the copying),
+    so they are called through a `CallRunner`; the other methods are quick and called on the loop.
+    `akv_testing.conformance.device` holds what an implementation must pass.
     """
 
     @property
@@ -90,6 +122,31 @@ class DeviceCopier(Protocol):
         after: PassEvent,
     ) -> PassEvent:
         """Copy from `buffer`, each page from its offset, into pages of a layer group, on `stream`, after `after`."""
+        ...
+
+    def host_region(self, group: int) -> HostRegion | None:
+        """The group's pages as host memory, if the cache lies there and every page of it is one piece; else None."""
+        ...
+
+    def device_buffer(self, nbytes: int) -> DeviceBuffer | None:
+        """Allocate memory for device slots; None where the device is the host, which needs none. Raises MemoryError."""
+        ...
+
+    def snapshot(
+        self,
+        stream: CopyStream,
+        group: int,
+        pages: Sequence[int],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        via: DeviceSlots | None,
+    ) -> PassEvent:
+        """Copy pages into `buffer` at this point of the **execution stream**: what is queued there later may overwrite them.
+
+        With `via` the execution stream only copies into device slots, and `stream` carries these on to the host; without, it
+        copies to the host itself. Returns the event of the arrival in `buffer`; by then the device slots are free, too. One
+        gather per region, not a copy per page (S3, M5). If it raises, nothing of it is queued or running.
+        """
         ...
 
     def execution_waits_for(self, event: PassEvent) -> None:

@@ -44,6 +44,14 @@ class PagePool(Protocol):
     `close()` and in a forked child. `akv_testing.conformance.pool` holds what an implementation must pass.
     """
 
+    @property
+    def lets_go_at_return(self) -> bool:
+        """Whether a call that returned, with whatever answer, touches the memory that it was given no more.
+
+        False where a peer may write after a transfer error (RDMA): then nothing but akv's own slots is handed to it.
+        """
+        ...
+
     def probe(self, keys: Sequence[str]) -> list[KeyAnswer]:
         """Say for each key whether it can be read now: one answer per key, in order. OK only if the store said so (L2)."""
         ...

@@ -2,6 +2,7 @@
 
 # ruff: noqa: D102, N802 - a test's name says what holds, and by which rule
 
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,11 @@ class DeviceKit(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout that it was opened with: two groups of different page sizes at least, one with several regions."""
+        ...
+
+    @property
+    def host_groups(self) -> frozenset[int]:
+        """The groups whose pages lie in host memory, each in one piece; none where the device is not the host."""
         ...
 
     def write(self, group: int, page: int, content: bytes) -> None:
@@ -167,6 +173,37 @@ class DeviceConformance:
         kit.wait(device.record())
         assert kit.read(0, 0) == bytes(size)
         assert bytes(buffer.view()) == pattern(1, 2 * size)
+
+    def test_a_page_in_one_piece_of_host_memory_is_read_and_written_there(self, kit: DeviceKit) -> None:
+        device = kit.device
+        regions = {group: device.host_region(group) for group in range(len(kit.layout.groups))}
+        assert {group for group, region in regions.items() if region is not None} == kit.host_groups
+        for group, region in regions.items():
+            if region is None:
+                continue
+            size, pages = page_sizes(kit)[group], [device.page_counts[group] - 1, 0, 3]
+            offsets = region.offsets(pages)
+            assert region.pitch >= size
+            assert min(offsets) >= 0
+            assert max(offsets) + size <= region.buffer.nbytes
+            for page in (*pages, 2):
+                kit.write(group, page, pattern(page, size))
+            kit.wait(device.record())
+            view = region.buffer.view()
+            assert (view.format, view.nbytes, view.readonly) == ("B", region.buffer.nbytes, False)
+            assert np.frombuffer(view, dtype=np.uint8).ctypes.data == region.buffer.address
+            for page, offset in zip(pages, offsets, strict=True):
+                assert view[offset : offset + size] == pattern(page, size)
+                view[offset : offset + size] = pattern(100 + page, size)
+            assert [kit.read(group, page) for page in pages] == [pattern(100 + page, size) for page in pages]
+            assert kit.read(group, 2) == pattern(2, size), "the page beside it is as it was"
+
+    def test_host_memory_of_two_groups_is_one_buffer_or_lies_apart(self, kit: DeviceKit) -> None:
+        regions = [kit.device.host_region(group) for group in kit.host_groups]
+        buffers = list({id(region.buffer): region.buffer for region in regions if region is not None}.values())
+        buffers.sort(key=lambda buffer: buffer.address)
+        for buffer, behind in pairwise(buffers):
+            assert buffer.address + buffer.nbytes <= behind.address, "the store refuses to register memory twice"
 
     def test_close_is_idempotent_and_memory_outlives_it(self, kit: DeviceKit) -> None:
         device = kit.device

@@ -16,17 +16,19 @@ CYCLES = 20_000_000
 
 
 class TorchKit:
-    """An engine with float16 keys and values, interleaved in the first group, apart in the second."""
+    """An engine in float16: keys and values interleaved in one group, in one region in the next, apart in the third."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         kv = torch.zeros(12, 2, 5, 7, dtype=torch.float16, device=device)
-        self._caches = [[kv[:, 0], kv[:, 1]], [torch.zeros(9, 3, dtype=torch.float16, device=device)]]
+        latent, keys, values = (torch.zeros(9, 3, dtype=torch.float16, device=device) for _ in range(3))
+        self._caches = [[kv[:, 0], kv[:, 1]], [latent], [keys, values]]
+        self.host_groups = frozenset({0, 1} if device.type == "cpu" else ())
         if self._stream is not None:
             torch.cuda.synchronize()
         self.layout = Layout(
             tokens_per_block=7,
-            groups=(_group(0, 70, 70), _group(1, 6)),
+            groups=(_group(0, 70, 70), _group(1, 6), _group(2, 6, 6)),
         )
         self.device = open_torch_device(self.layout, self._caches, self._stream)
 

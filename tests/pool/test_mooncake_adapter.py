@@ -65,6 +65,12 @@ def adapter(client: ScriptedClient, *buffers: HostBuffer) -> MooncakePool:
     return pool
 
 
+@pytest.mark.parametrize(("protocol", "lets_go"), [("tcp", True), ("rdma", False), ("", False)])
+def test_M3_only_over_tcp_a_call_that_returned_is_known_to_write_no_more(protocol: str, lets_go: bool) -> None:
+    pool = MooncakePool(ScriptedClient(lambda keys: keys), "127.0.0.1:1", protocol=protocol)
+    assert pool.lets_go_at_return is lets_go
+
+
 def test_D3_pieces_go_to_the_client_as_addresses_inside_the_buffer(memory: Callable[[int], HostBuffer]) -> None:
     buffer = memory(4 * PAGE)
     client = ScriptedClient(lambda keys: [PAGE] * len(keys))

@@ -182,3 +182,9 @@ async def test_close_returns_at_once_when_nothing_is_outstanding() -> None:
     async with serving(FakeRunner()) as runner:
         assert await runner.close(5) == 0
     assert anyio.current_time() == 0
+
+
+def test_S3_a_snapshot_takes_as_long_as_another_copy_unless_said() -> None:
+    assert FakeRunner().limits[CallKind.SNAPSHOT] == 1
+    assert Latency(copy_s=3)(CallKind.SNAPSHOT, ONE) == 3
+    assert Latency(copy_s=3, snapshot_s=0, per_key_s=1)(CallKind.SNAPSHOT, ONE) == 1

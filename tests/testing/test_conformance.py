@@ -45,10 +45,11 @@ class TestFakePool(PoolConformance):
 
 
 class FakeDeviceKit:
-    def __init__(self) -> None:
+    def __init__(self, *, host_pages: bool, one_memory: bool) -> None:
         self.clock = ManualClock()
         self.layout = tiny_layout(groups=2)
-        self.device = FakeDevice(self.layout, (8, 9), self.clock)
+        self.device = FakeDevice(self.layout, (8, 9), self.clock, host_pages=host_pages, one_memory=one_memory)
+        self.host_groups = frozenset({0, 1} if host_pages else ())
 
     def write(self, group: int, page: int, content: bytes) -> None:
         self.device.kernel(writes=[(group, page, content)], duration_s=1)
@@ -67,9 +68,10 @@ class FakeDeviceKit:
 
 
 class TestFakeDevice(DeviceConformance):
-    @pytest.fixture
-    def kit(self) -> FakeDeviceKit:
-        return FakeDeviceKit()
+    @pytest.fixture(params=[(False, False), (True, False), (True, True)], ids=["device", "host", "host, one memory"])
+    def kit(self, request: pytest.FixtureRequest) -> FakeDeviceKit:
+        host_pages, one_memory = request.param
+        return FakeDeviceKit(host_pages=host_pages, one_memory=one_memory)
 
 
 class FakeRunnerKit:

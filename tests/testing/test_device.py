@@ -6,9 +6,9 @@ from akv.errors import DeviceError, NotOpenError
 from akv.ports.device import DeviceCopier
 from akv.ports.pool import KeyState
 from akv_testing.clock import ManualClock
-from akv_testing.device import COPY_S, PAGE_POISON, TORN, FakeDevice
+from akv_testing.device import COPY_S, TORN, FakeDevice
 from akv_testing.errors import MisuseError, UnorderedAccess
-from akv_testing.memory import HOST_POISON
+from akv_testing.memory import HOST_POISON, PAGE_POISON
 from akv_testing.pool import FakePool
 from akv_testing.ports import tiny_layout
 from akv_testing.store import FakeStore
