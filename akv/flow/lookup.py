@@ -1,9 +1,11 @@
-"""First step: how much of a prompt's KV the pool holds beyond what the engine has itself (L1 to L4).
+"""First step: how much of a prompt's KV the pool holds beyond what the engine has itself (L1 to L4, W7).
 
-`plan/lookup.py` decides what is asked and what the answers amount to, `plan/hashing.py` and `plan/keys.py` make the keys.
+`plan/lookup.py` and `plan/window_search.py` decide what is asked and what the answers amount to, `plan/hashing.py` and
+`plan/keys.py` make the keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 from anyio import CancelScope, Lock, create_task_group, move_on_after
@@ -12,8 +14,9 @@ from anyio.lowlevel import checkpoint
 from akv.flow.calls import CallDesk
 from akv.plan.hashing import Chain
 from akv.plan.keys import KeySpace
-from akv.plan.lookup import ProbeWalk, lookup_range, offer_of, prefix_length
+from akv.plan.lookup import LookupRange, ProbeWalk, lookup_range, offer_of, prefix_length
 from akv.plan.recent_chains import RecentChains
+from akv.plan.window_search import GroupBlocks, WindowGroup, WindowSearch
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.pool import KeyState, PagePool
 from akv.values.offers import LookupOutcome
@@ -26,14 +29,23 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     desk: CallDesk
     keys: KeySpace
     groups: int
+    #: The window groups among them; the others are full attention.
+    windows: tuple[WindowGroup, ...] = ()
     probe_head: int
     probe_chunk: int
     probe_concurrency: int
+    #: R, and whether a resumable end is looked for further back than that. Unused without window groups.
+    rewind_tokens: int = 0
+    window_fallback: bool = True
     #: Held for every stretch of hashing and of building keys. Many lookups that begin at once then take turns with all other
     #: tasks, and not one turn together (L3).
     turn: Lock
     recent: RecentChains
     deadline_s: float
+
+    def nothing(self, outcome: LookupOutcome, probed: int = 0, hole: int | None = None) -> "LookupAnswer":
+        """An answer that offers nothing."""
+        return LookupAnswer(0, outcome, probed, hole, () if self.windows else None)
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
@@ -43,8 +55,11 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     outcome: LookupOutcome
     #: Keys that were asked for.
     probed: int = 0
-    #: The first block that was asked for and not found; None if each was, or none asked for in time.
+    #: The first block that was asked for and not found; None if each was, or none asked for in time. Window pages aside:
+    #: most of them are in no pool.
     hole: int | None = None
+    #: As in `Offer`.
+    ends: tuple[int, ...] | None = None
 
 
 async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_tokens: int) -> LookupAnswer:
@@ -56,64 +71,16 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
     asked = lookup_range(chain.length, local_tokens, chain.tokens_per_block, request_id=request_id)
     if isinstance(asked, LookupOutcome):
         await checkpoint()
-        return LookupAnswer(0, asked)
-    search = _Search(ProbeWalk(asked, parts.groups, parts.probe_head, parts.probe_chunk))
+        return parts.nothing(asked)
+    search = _Search(parts, chain, asked)
     with move_on_after(parts.deadline_s) as timer:
         async with parts.turn:
             # Once more: since the request was opened, another that shares its prompt may have been hashed.
             parts.recent.adopt(chain)
-        await _search_all(parts, chain, search)
+        await search.run()
     if timer.cancelled_caught:
-        return LookupAnswer(0, LookupOutcome.DEADLINE, search.probed)
-    found = search.walk.found
-    hole = asked.first + found if asked.first + found < asked.last else None
-    if search.unavailable and not found:
-        return LookupAnswer(0, LookupOutcome.UNAVAILABLE, search.probed, hole)
-    tokens, outcome = offer_of(asked, found)
-    return LookupAnswer(tokens, outcome, search.probed, hole)
-
-
-class _Search:
-    """What one lookup has asked so far."""
-
-    def __init__(self, walk: ProbeWalk) -> None:
-        self.walk = walk
-        #: Keys that were asked for.
-        self.probed = 0
-        #: Whether some call got no answer at all.
-        self.unavailable = False
-
-
-async def _search_all(parts: LookupParts, chain: Chain, search: _Search) -> None:
-    """Ask for the head, then for the rest in several calls at a time, until no answer can change what was found (L3).
-
-    **Cancellation:** calls that are under way go on and touch nothing.
-    """
-    head = search.walk.next()
-    if head is not None:
-        await _ask(parts, chain, search, head)
-    if search.walk.settled:
-        return
-    error: BaseException | None = None
-    try:
-        async with create_task_group() as group:
-            for _ in range(parts.probe_concurrency):
-                group.start_soon(_ask_on, parts, chain, search, group.cancel_scope)
-    except BaseExceptionGroup as errors:
-        if len(errors.exceptions) > 1:
-            raise
-        # As the head's would be raised: whoever waits for a lookup knows of no group.
-        error = errors.exceptions[0]
-    if error is not None:
-        raise error
-
-
-async def _ask_on(parts: LookupParts, chain: Chain, search: _Search, all_of_them: CancelScope) -> None:
-    """Ask for one portion after the other; once the answer is settled, nobody waits for the others any more."""
-    while (blocks := search.walk.next()) is not None:
-        await _ask(parts, chain, search, blocks)
-        if search.walk.settled:
-            all_of_them.cancel()
+        return parts.nothing(LookupOutcome.DEADLINE, search.probed)
+    return search.answer()
 
 
 async def hash_in_slices(chain: Chain, blocks: int, turn: Lock) -> None:
@@ -123,21 +90,133 @@ async def hash_in_slices(chain: Chain, blocks: int, turn: Lock) -> None:
             chain.hash_up_to(blocks, chain.slice_blocks)
 
 
-async def _ask(parts: LookupParts, chain: Chain, search: _Search, blocks: range) -> None:
-    await hash_in_slices(chain, blocks.stop, parts.turn)
-    async with parts.turn:
-        hashes = chain.hashes(blocks.start, blocks.stop)
-        keys = [key for group in range(parts.groups) for key in parts.keys.keys(group, hashes)]
-    search.probed += len(keys)
-    answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
-    there = [answer.state is KeyState.OK for answer in answers]
-    # Keys were asked group by group; a block counts if it is there in each (L2).
-    whole = prefix_length(zip(*(there[g * len(blocks) : (g + 1) * len(blocks)] for g in range(parts.groups)), strict=True))
-    search.walk.answered(blocks, whole)
-    if not whole and all(answer.state is KeyState.UNAVAILABLE for answer in answers):
-        search.unavailable = True
+class _Search:
+    """One lookup: what it has asked so far, and what that amounts to."""
+
+    def __init__(self, parts: LookupParts, chain: Chain, asked: LookupRange) -> None:
+        self._parts = parts
+        self._chain = chain
+        self._asked = asked
+        windows = {window.group for window in parts.windows}
+        #: The groups that need every page of a prefix.
+        self._full = [group for group in range(parts.groups) if group not in windows]
+        self._walk = ProbeWalk(asked, len(self._full), parts.probe_head, parts.probe_chunk) if self._full else None
+        #: Begun once the prefix is known.
+        self._windows: WindowSearch | None = None
+        #: Keys that were asked for.
+        self.probed = 0
+        #: Calls of which no key got an answer.
+        self._unanswered = 0
+
+    @property
+    def _found(self) -> int:
+        """Blocks of the full-attention prefix. Without such groups nothing bounds it but the prompt."""
+        return self._asked.last - self._asked.first if self._walk is None else self._walk.found
+
+    async def run(self) -> None:
+        """Ask until no answer can change what was found. Cancellation: calls that are under way go on and touch nothing."""
+        if self._walk is not None:
+            await self._ask_prefix(self._walk)
+        if self._parts.windows and self._found:
+            await self._ask_windows()
+
+    def answer(self) -> LookupAnswer:
+        """What the lookup amounts to."""
+        found, hole = self._found, self._asked.first + self._found
+        known_hole = hole if hole < self._asked.last else None
+        ends = () if self._windows is None else self._windows.ends
+        if self._unanswered and not (ends if self._parts.windows else found):
+            return self._parts.nothing(LookupOutcome.UNAVAILABLE, self.probed, known_hole)
+        if self._windows is None:
+            tokens, outcome = offer_of(self._asked, found)
+            return LookupAnswer(tokens, outcome, self.probed, known_hole, () if self._parts.windows else None)
+        beyond = tuple((end - self._asked.first) * self._asked.tokens_per_block for end in ends)
+        return LookupAnswer(beyond[-1] if beyond else 0, self._windows.outcome, self.probed, known_hole, beyond)
+
+    async def _ask_prefix(self, walk: ProbeWalk) -> None:
+        """Ask for the head, then for the rest in several calls at a time (L3)."""
+        head = walk.next()
+        if head is not None:
+            await self._ask_blocks(walk, head)
+        if not walk.settled:
+            await _at_the_same_time(self._parts.probe_concurrency, lambda scope: self._ask_on(walk, scope))
+
+    async def _ask_on(self, walk: ProbeWalk, all_of_them: CancelScope) -> None:
+        """Ask for one portion after the other; once the answer is settled, nobody waits for the others any more."""
+        while (blocks := walk.next()) is not None:
+            await self._ask_blocks(walk, blocks)
+            if walk.settled:
+                all_of_them.cancel()
+
+    async def _ask_blocks(self, walk: ProbeWalk, blocks: range) -> None:
+        there = await self._ask([GroupBlocks(group, blocks) for group in self._full])
+        # Keys were asked group by group; a block counts if it is there in each (L2).
+        columns = (there[at : at + len(blocks)] for at in range(0, len(there), len(blocks)))
+        walk.answered(blocks, prefix_length(zip(*columns, strict=True)))
+
+    async def _ask_windows(self) -> None:
+        """Ask for what the window groups need to resume in the prefix, step by step (W7)."""
+        windows = self._windows = WindowSearch(
+            self._asked,
+            self._asked.first + self._found,
+            self._parts.windows,
+            rewind_tokens=self._parts.rewind_tokens,
+            fallback=self._parts.window_fallback,
+            chunk=self._parts.probe_chunk,
+        )
+        # With a pool that cannot be asked any more the search would go on back to the local match, one time-out after another.
+        before = self._unanswered
+        while not windows.settled and self._unanswered == before:
+            calls = min(self._parts.probe_concurrency, windows.waiting)
+            await _at_the_same_time(calls, lambda scope: self._ask_portions(windows, scope))
+
+    async def _ask_portions(self, windows: WindowSearch, all_of_them: CancelScope) -> None:
+        before = self._unanswered
+        while (portion := windows.next()) is not None:
+            windows.answered(portion, await self._ask(portion))
+            if self._unanswered > before:
+                all_of_them.cancel()
+
+    async def _ask(self, pages: Sequence[GroupBlocks]) -> list[bool]:
+        """Ask the pool for pages in one call: which of them are there, in order."""
+        parts, chain = self._parts, self._chain
+        await hash_in_slices(chain, max(blocks[-1] for _, blocks in pages) + 1, parts.turn)
+        async with parts.turn:
+            keys = [key for group, blocks in pages for key in parts.keys.keys(group, _hashes(chain, blocks))]
+        self.probed += len(keys)
+        answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
+        if len(answers) != len(keys):
+            # Nobody knows which key an answer is about (L2).
+            return [False] * len(keys)
+        self._unanswered += all(answer.state is KeyState.UNAVAILABLE for answer in answers)
+        return [answer.state is KeyState.OK for answer in answers]
+
+
+def _hashes(chain: Chain, blocks: Sequence[int]) -> list[bytes]:
+    """The hashes of ascending blocks, which have gaps where one in each window's length is asked for."""
+    hashes = chain.hashes(blocks[0], blocks[-1] + 1)
+    return hashes if len(hashes) == len(blocks) else [hashes[block - blocks[0]] for block in blocks]
 
 
 def _probe(pool: PagePool, keys: list[str]) -> Callable[[], object]:
     # A function of its own: the keys are bound at the call, and not read from the loop's variable when a thread gets to it.
     return lambda: pool.probe(keys)
+
+
+async def _at_the_same_time(tasks: int, work: Callable[[CancelScope], Coroutine[Any, Any, None]]) -> None:
+    """Run `work` in so many tasks, each given the scope of all of them. Raises what one of them raised as it is.
+
+    Cancellation: all of them are cancelled.
+    """
+    error: BaseException | None = None
+    try:
+        async with create_task_group() as group:
+            for _ in range(tasks):
+                group.start_soon(work, group.cancel_scope)
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) > 1:
+            raise
+        # As the head's would be raised: whoever waits for a lookup knows of no group.
+        error = errors.exceptions[0]
+    if error is not None:
+        raise error

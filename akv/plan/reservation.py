@@ -1,21 +1,37 @@
-"""Whether an engine's answer to an offer can be carried out, settled before anything is taken (L6)."""
+"""Whether an engine's answer to an offer can be carried out, settled before anything is taken (L6, W8)."""
 
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from akv.errors import EngineContractError
+from akv.plan.window import load_blocks, needed_blocks
+from akv.plan.window_search import WindowGroup
 from akv.units import NO_PAGE
 from akv.values.offers import Offer
 
 
-def check_honoured(offer: Offer, honoured_tokens: int, tokens_per_block: int) -> None:
-    """Refuse an honoured part that is no whole-block part of the offer.
+class Destination(NamedTuple):
+    """Where a layer group's part of an honoured offer goes, in columns of equal length."""
+
+    group: int
+    #: Block ordinals, ascending: with full attention all of the honoured blocks, with a window its sinks and its tail.
+    blocks: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+def check_honoured(offer: Offer, honoured_tokens: int, tokens_per_block: int, *, windows: bool = False) -> None:
+    """Refuse an honoured part that is no whole-block part of the offer, or with `windows` neither all of it nor nothing (W8).
+
+    The windows' pages are those for the offer's own end, and a part of it ends where they may never have been stored.
 
     Raises EngineContractError naming the request and the block in which the count ends (counted in the sequence).
     """
     if 0 <= honoured_tokens <= offer.tokens and not honoured_tokens % tokens_per_block:
-        return
-    if honoured_tokens < 0:
+        if not windows or honoured_tokens in {0, offer.tokens}:
+            return
+        why = "the layout has window groups, so it is all or nothing; for less of it ask offer.at_most(tokens) first"
+    elif honoured_tokens < 0:
         why = "it is negative"
     elif honoured_tokens > offer.tokens:
         why = "it is more than was offered"
@@ -35,18 +51,21 @@ def destination_pages(
     page_counts: Sequence[int],
     tokens_per_block: int,
     request_id: str,
-) -> list[tuple[int, range, tuple[int, ...]]]:
-    """Where the honoured blocks go: for each layer group its index, the block ordinals and their pages, in equal columns.
+    windows: Sequence[WindowGroup] = (),
+) -> list[Destination]:
+    """Where the honoured blocks go, for each layer group that loads any.
 
     `pages` is the request's page table per group (entry i is the page of block i), `page_counts` the pages that each group's
-    cache has. With nothing honoured the tables are not looked at and the answer is empty: such a load completes at once (D9).
+    cache has, `windows` the window groups: of these only the blocks that the engine reads after resuming are loaded, and the
+    entries of the others are not looked at (W8). With nothing honoured no table is, and the answer is empty: such a load
+    completes at once (D9).
 
     Raises EngineContractError (fault of the engine's adapter), naming request, group and block, for what `check_honoured`
-    refuses; for another number of groups; for a table that ends before the last honoured block; for a missing page (-1), one
-    outside the cache, one that is no integer, and one that already belongs to an earlier block of the table. The last would
-    have the load overwrite a page that the request reads, its local match included.
+    refuses; for another number of groups; for a table that ends before the last block to load; for a missing page (-1), one
+    outside the cache, one that is no integer, and one that already belongs to an earlier block that the request reads. The
+    last would have the load overwrite a page of the request, its local match included.
     """
-    check_honoured(offer, honoured_tokens, tokens_per_block)
+    check_honoured(offer, honoured_tokens, tokens_per_block, windows=bool(windows))
     if not honoured_tokens:
         return []
     if len(pages) != len(page_counts):
@@ -54,25 +73,37 @@ def destination_pages(
             f"request {request_id!r}: {len(pages)} page tables for a layout of {len(page_counts)} layer groups. "
             "Nothing was taken"
         )
-    first = offer.local_tokens // tokens_per_block
-    blocks = range(first, first + honoured_tokens // tokens_per_block)
-    return [
-        (group, blocks, _destination(request_id, group, table, count, blocks))
-        for group, (table, count) in enumerate(zip(pages, page_counts, strict=True))
-    ]
+    local = offer.local_tokens // tokens_per_block
+    end = local + honoured_tokens // tokens_per_block
+    shapes = {window.group: window for window in windows}
+    destinations = []
+    for group, (table, count) in enumerate(zip(pages, page_counts, strict=True)):
+        # Full attention is a window of no bound: nothing of it is stale.
+        _, window_tokens, sink_tokens = shapes.get(group, WindowGroup(group, 0, 0))
+        read = needed_blocks(end, window_tokens, sink_tokens, tokens_per_block)
+        load = load_blocks(local, end, window_tokens, sink_tokens, tokens_per_block)
+        own = set().union(*(table[blocks.start : min(blocks.stop, local)] for blocks in read))
+        if load:
+            destinations.append(_destination(request_id, group, table, count, load, own))
+    return destinations
 
 
-def _destination(request_id: str, group: int, table: Sequence[int], count: int, blocks: range) -> tuple[int, ...]:
-    """One group's destination pages, each checked."""
+def _destination(
+    request_id: str, group: int, table: Sequence[int], count: int, load: Sequence[range], taken: set[int]
+) -> Destination:
+    """One group's destination pages, each checked; `taken` are the pages that the request reads already."""
 
     def refuse(block: int, why: str) -> EngineContractError:
         return EngineContractError(f"request {request_id!r}, layer group {group}, block {block}: {why}. Nothing was taken")
 
-    if len(table) < blocks.stop:
-        raise refuse(max(len(table), blocks.start), f"the page table ends at {len(table)} blocks of {blocks.stop}")
-    taken = set(table[: blocks.start])
+    blocks = tuple(block for some in load for block in some)
+    end = blocks[-1] + 1
+    if len(table) < end:
+        first = next(block for block in blocks if block >= len(table))
+        raise refuse(first, f"the page table ends at {len(table)} blocks of {end}")
     destination: list[int] = []
-    for block, entry in zip(blocks, table[blocks.start : blocks.stop], strict=True):
+    for block in blocks:
+        entry = table[block]
         try:
             page = operator.index(entry)
         except TypeError:
@@ -85,4 +116,4 @@ def _destination(request_id: str, group: int, table: Sequence[int], count: int, 
             raise refuse(block, f"page {page} belongs to an earlier block of this request")
         taken.add(page)
         destination.append(page)
-    return tuple(destination)
+    return Destination(group, blocks, tuple(destination))

@@ -10,6 +10,12 @@ class LookupOutcome(StrEnum):
 
     #: The offer reaches as far as the pool's longest prefix of this prompt.
     FULL = "full"
+    #: It ends within `rewind_tokens` of that prefix: the window pages for a later end are not all there.
+    REWOUND = "rewound"
+    #: It ends further back than that, where an earlier prompt or answer ended.
+    RECOVERED = "recovered"
+    #: The pool holds a longer prefix, but at none of its ends all pages of the sliding windows.
+    WINDOW_MISS = "window_miss"
     #: Nothing was asked: the local match already reaches the last whole block that may be taken (L1).
     SKIPPED = "skipped"
     #: The pool holds no block beyond the local match.
@@ -43,11 +49,19 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     outcome: LookupOutcome
     #: T, so that an offer can be cut without asking for the layout.
     tokens_per_block: int
+    #: With window groups: where the request can resume, in tokens beyond `local_tokens`, as far as this lookup learnt.
+    #: Ascending; the last is `tokens`, and there is none where nothing is offered. None without window groups.
+    ends: tuple[int, ...] | None = None
 
     def at_most(self, tokens: int) -> "Offer":
-        """The part of this offer that fits in `tokens` tokens, in whole blocks; for an engine that cannot take it all.
+        """The part of this offer that fits in `tokens` tokens; for an engine that cannot take it all. Asks nobody.
 
-        Without window groups every prefix of an offer is itself resumable, so this is a cut and asks nobody.
+        Without window groups every prefix of an offer is itself resumable, so it is cut to whole blocks. With them a shorter
+        prefix needs other window pages, which may never have been stored: it is cut to the latest end that this lookup knows
+        to be complete, and to nothing if none is that short (W8).
         """
-        cut = max(0, min(self.tokens, tokens) // self.tokens_per_block * self.tokens_per_block)
-        return msgspec.structs.replace(self, tokens=cut)
+        if self.ends is None:
+            cut = max(0, min(self.tokens, tokens) // self.tokens_per_block * self.tokens_per_block)
+            return msgspec.structs.replace(self, tokens=cut)
+        ends = tuple(end for end in self.ends if end <= tokens)
+        return msgspec.structs.replace(self, tokens=ends[-1] if ends else 0, ends=ends)
