@@ -32,8 +32,9 @@ from akv.settings import (
     read_settings,
 )
 from akv.units import NO_PAGE, PageIndex
+from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import LayerGroup, Layout, Region
-from akv.values.messages import LoadState, PassPlan
+from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPlan
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.pressure import Pressure, StagingPressure
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted, Scheduled
@@ -50,6 +51,7 @@ __all__ = [
     "ConnectorBroken",
     "DependencyError",
     "DeviceError",
+    "EngineCapabilities",
     "EngineContractError",
     "ExplainedSettings",
     "LayerGroup",
@@ -64,6 +66,8 @@ __all__ = [
     "NotOpenError",
     "Offer",
     "PageIndex",
+    "PagesPerGroup",
+    "PagesReleased",
     "PassPlan",
     "PoolError",
     "Ports",

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from anyio import create_task_group
-from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.errors import ConnectorBroken, NotOpenError, SettingsError
@@ -24,6 +23,7 @@ from akv.ports.calls import CallKind
 from akv.request import Request
 from akv.services.notices import Changed
 from akv.settings import Settings, check_settings, check_staging
+from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities, check_capabilities
 from akv.values.layout import Layout, check_layout
 from akv.values.messages import PassPlan
 from akv.values.pressure import Pressure
@@ -92,6 +92,7 @@ class Connector:
         (SavesCompleted).
 
         For batching loops, woken by `changed`. What `wait()`, `finished()` or `cancel()` returned does not come here again.
+        Pages that left quarantine come as PagesReleased, and only here.
         """
         self._halves.latch.check()
         return self._halves.fetch()
@@ -102,7 +103,8 @@ class Connector:
         return self._halves.worker.pressure(self._halves.calls)
 
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
-        """Plan the saves of one coming pass. Changes no request and no mark: a plan that never runs leaves no trace (S2).
+        """Plan the saves of one coming pass, and ask for the slots of its window pages. Changes no request and no mark: a plan
+        that never runs leaves no trace once it is dropped (S2).
 
         Raises EngineContractError naming the request whose part cannot be.
         """
@@ -110,14 +112,16 @@ class Connector:
         return self._halves.scheduler.plan(scheduled)
 
     async def after_forward(self, plan: PassPlan) -> None:
-        """The planned pass has been queued on the execution stream: queue its saves behind it and return. Waits for no copy.
+        """The planned pass has been queued on the execution stream: queue its saves behind it and return.
+
+        Call it before anything is queued that may overwrite pages of window groups. Where the pass completes a prompt it waits
+        until their copies are queued on the execution stream, at most `snapshot_wait_ms` for slots, never for a copy's end.
 
         Raises EngineContractError if the plan has ended. A plan that this connector never made breaks it, since marks of other
         requests may be wrong by then (L6). **Cancellation:** the saves are queued all the same.
         """
         self._halves.latch.check()
-        self._halves.end_plan(lambda: self._halves.scheduler.ran(plan))
-        await checkpoint()
+        await self._halves.after_forward(plan)
 
     def drop_pass(self, plan: PassPlan) -> None:
         """The planned pass will not run. Its blocks are listed again by a later plan. Errors as for `after_forward`."""
@@ -153,13 +157,14 @@ def open_connector(
     caches: Caches = (),
     *,
     stream: Any = None,
+    capabilities: EngineCapabilities = DEFAULT_CAPABILITIES,
     ports: Ports | None = None,
 ) -> AbstractAsyncContextManager[Connector]:
     """Open a connector for one rank, as the context manager of an `async with`. Runs on asyncio and trio.
 
     `caches[g][r]` is the tensor that holds region r of the pages of layer group g, first axis the page. `stream` is the CUDA
-    stream that the engine computes on (default: the current one). `ports` replaces Mooncake, torch and threads; who passes
-    them closes them.
+    stream that the engine computes on (default: the current one). `capabilities` is what the engine can do. `ports` replaces
+    Mooncake, torch and threads; who passes them closes them.
 
     Leaving the block ends every task, thread and child, gives back every page and unregisters every buffer, within
     `shutdown_deadline_s`; store calls that never return are kept on record, and the exit guard sees to the end of the process
@@ -167,15 +172,21 @@ def open_connector(
 
     Raises SettingsError, DependencyError, PoolError: then nothing stays open. **Cancellation:** closes as any error does.
     """
-    return _Opening(_open_connector(settings, layout, caches, stream, ports))
+    return _Opening(_open_connector(settings, layout, caches, stream, capabilities, ports))
 
 
 @asynccontextmanager
 async def _open_connector(
-    raw: Settings | Mapping[str, Any], layout: Layout, caches: Caches, stream: Any, given: Ports | None
+    raw: Settings | Mapping[str, Any],
+    layout: Layout,
+    caches: Caches,
+    stream: Any,
+    capabilities: EngineCapabilities,
+    given: Ports | None,
 ) -> AsyncIterator[Connector]:
     settings = check_settings(raw)
     check_layout(layout)
+    check_capabilities(capabilities, layout)
     check_staging(settings, layout.largest_page_bytes)
     if layout.world != 1:
         raise SettingsError(
@@ -183,7 +194,7 @@ async def _open_connector(
         )
     async with AsyncExitStack() as stack:
         ports = given if given is not None else await stack.enter_async_context(_own_ports(settings, layout, caches, stream))
-        halves = Halves(settings, layout, ports)
+        halves = Halves(settings, layout, ports, capabilities)
         async with _running(halves, layout):
             yield Connector(halves)
 
@@ -250,6 +261,7 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
             CallKind.GET: settings.loaders,
             CallKind.PUT: settings.savers,
             CallKind.COPY: settings.loaders + settings.savers,
+            CallKind.SNAPSHOT: 1,
         }
     )
     async with open_pool(settings) as pool:

@@ -72,7 +72,13 @@ class DeviceError(AkvError):
 
 
 class LoadEnded(AkvError):
-    """Base of the two ways in which `Load.wait()` ends without the pages being filled. Nothing writes into them any more."""
+    """Base of the two ways in which `Load.wait()` ends without the pages being filled.
+
+    Nothing writes into them any more, but for those in `quarantined`: pages per layer group that stay the connector's until
+    `Connector.completed()` delivers their `PagesReleased`. Empty unless the engine declared `keeps_quarantined_pages`.
+    """
+
+    quarantined: tuple[tuple[int, ...], ...] = ()
 
 
 class LoadFailed(LoadEnded):
@@ -82,10 +88,11 @@ class LoadFailed(LoadEnded):
     Attributes: `key`, the first page that was missing; `reason`, one word for it.
     """
 
-    def __init__(self, request_id: str, key: str, reason: str) -> None:
+    def __init__(self, request_id: str, key: str, reason: str, quarantined: tuple[tuple[int, ...], ...] = ()) -> None:
         self.request_id = request_id
         self.key = key
         self.reason = reason
+        self.quarantined = quarantined
         super().__init__(
             f"the load of request {request_id!r} failed ({reason}): its pages are free again and hold no usable KV; "
             "restart the request without this offer"
@@ -98,6 +105,7 @@ class LoadCancelled(LoadEnded):
     The pages are the engine's again and their content is undefined. The request is not restarted because of this.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, quarantined: tuple[tuple[int, ...], ...] = ()) -> None:
         self.request_id = request_id
+        self.quarantined = quarantined
         super().__init__(f"the load of request {request_id!r} was cancelled: its pages are free again and hold no usable KV")

@@ -5,16 +5,19 @@ fetched.
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from anyio import TASK_STATUS_IGNORED, CancelScope, current_time, move_on_after
 from anyio.abc import TaskGroup, TaskStatus
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint_if_cancelled
 
 from akv import observe
 from akv.errors import DeviceError
 from akv.flow.calls import CallDesk
+from akv.flow.snapshot import Snapshot
 from akv.ownership.plans import UnknownPlan
-from akv.ownership.requests import LoadHold, RequestRecord
+from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
 from akv.plan.terms import check_terms
@@ -24,8 +27,10 @@ from akv.services.health import HealthLatch
 from akv.services.notices import Changed, Notices
 from akv.services.poller import StreamPoller
 from akv.settings import Settings
+from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.requests import Completion, SavesCompleted
+from akv.values.messages import PagesReleased, PassPlan
+from akv.values.requests import Completion, LoadCompleted, SavesCompleted
 from akv.worker import WorkerHalf
 
 #: Completions that are kept for `completed()`. An engine that polls fetches them every pass; one that never does must not grow
@@ -35,17 +40,22 @@ MOST_UNFETCHED = 65_536
 THREADS_GRACE_S = 1.0
 
 
+Ended = TypeVar("Ended")
+
+
 class Halves:
     """One server's scheduler half and the worker half of its one rank, with what both of them hang on."""
 
-    def __init__(self, settings: Settings, layout: Layout, ports: Ports) -> None:
+    def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities) -> None:
         self.settings = settings
         self.latch = HealthLatch()
         self.notices = Notices(self.latch)
         self.changed = Changed(self.latch)
         self.calls = StoreCalls()
         #: What ended and nobody fetched, by the number of the load or of the request's incarnation (one counter gives both).
-        self._completions: dict[int, Completion] = {}
+        self._completions: dict[int, LoadCompleted | SavesCompleted] = {}
+        #: Pages that left quarantine, for `completed()`.
+        self._released: list[PagesReleased] = []
         self._runner = ports.runner
         self._services: list[CancelScope] = []
         #: A service ended with an error, which leaves through the task group.
@@ -53,13 +63,15 @@ class Halves:
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
         self._desk = desk = CallDesk(ports.runner, self.calls, self._poller)
-        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended)
-        self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report)
+        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended, capabilities)
+        self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report, capabilities)
         check_terms(self.scheduler.terms, self.worker.terms)
         self.scheduler.fence = self.worker.fence
         self.scheduler.accept_load = self.worker.accept_load
         self.scheduler.accept_saves = self.worker.accept_saves
         self.scheduler.withdraw = self.worker.withdraw
+        self.scheduler.plan_arrived = self.worker.plan_arrived
+        self.scheduler.plan_dropped = self.worker.plan_dropped
 
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
@@ -77,6 +89,7 @@ class Halves:
         deadline = current_time() + self.settings.shutdown_deadline_s
         orderly = orderly and not self.latch.tripped
         self.latch.close()
+        self.worker.no_more_passes()
         for record in self.scheduler.requests.records:
             if not orderly or not self._finished(record):
                 self.scheduler.cancel(record)
@@ -95,26 +108,53 @@ class Halves:
 
     def fetch(self) -> list[Completion]:
         """What ended since the last fetch, oldest first."""
-        completions = list(self._completions.values())
+        completions = [self._naming(ended) for ended in self._completions.values()]
+        # Behind them: an engine first learns which pages are in quarantine, then that they left it.
+        completions += self._released
         self._completions.clear()
+        self._released.clear()
         self.changed.clear()
         return completions
 
     def fetched(self, number: int) -> None:
         """The end of this load or request was told by the return of a wait, and is not told again."""
         self._completions.pop(number, None)
-        if not self._completions:
+        if not self._completions and not self._released:
             self.changed.clear()
 
-    def end_plan(self, end: Callable[[], None]) -> None:
+    def _naming(self, ended: LoadCompleted | SavesCompleted) -> Completion:
+        """The completion, with the pages of its incarnation that are in quarantine at this moment and were not named yet."""
+        quarantined = self.scheduler.requests.pages.tell((ended.request_id, ended.incarnation))
+        return msgspec.structs.replace(ended, quarantined=quarantined) if quarantined else ended
+
+    async def after_forward(self, plan: PassPlan) -> None:
+        """Copy the window pages of a pass that has been queued, then hand its saves over."""
+        planned = self.end_plan(lambda: self.scheduler.take(plan))
+        snapshots: dict[int, Snapshot] = {}
+        try:
+            if any(order.snapshot for order in planned.plan.saves):
+                await self.worker.snapshot(planned.plan, snapshots)
+            else:
+                await checkpoint_if_cancelled()
+        finally:
+            # Also when this is cancelled: the pass ran, and its pages hold KV.
+            self.scheduler.ran(planned, snapshots)
+        await cancel_shielded_checkpoint()
+
+    def end_plan(self, end: Callable[[], Ended]) -> Ended:
         """End a plan. One that was never made means that passes are misreported: the marks can no longer be trusted (L6)."""
         try:
-            end()
+            return end()
         except UnknownPlan as error:
             self._break(str(error), error)
             raise
 
-    def _ended(self, ended: LoadHold | SavesCompleted) -> None:
+    def _ended(self, ended: LoadHold | SavesCompleted | PagesReleased) -> None:
+        if isinstance(ended, PagesReleased):
+            # Never dropped: the pages would be out of use for ever. There are no more than the pages in quarantine.
+            self._released.append(ended)
+            self.changed.set()
+            return
         if isinstance(ended, LoadHold):
             if ended.completed is None:
                 raise AssertionError("a load that ended has a terminal state")

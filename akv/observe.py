@@ -187,6 +187,27 @@ SAVE_DROPPED = _event(
     "request_id incarnation save_id blocks reason",
     "Blocks were withdrawn before they were read: their request was cancelled, or their pass never ran.",
 )
+SNAPSHOT_DROPPED = _event(
+    "akv.snapshot.dropped",
+    "info",
+    "request_id incarnation pages reason",
+    'Window pages of a prompt\'s end were not copied, so a later lookup falls back to an earlier end. `reason`: "no_slots" in '
+    'time, raise `snapshot_slots` or `snapshot_wait_ms`; "too_large" for all slots together, raise `snapshot_slots`; '
+    '"cancelled", the pass or the request was.',
+)
+PAGES_QUARANTINED = _event(
+    "akv.pages.quarantined",
+    "debug",
+    "request_id incarnation pages",
+    "A request or a load ended while a store call touched its pages themselves. They stay out of use until "
+    "akv.pages.released.",
+)
+PAGES_RELEASED = _event(
+    "akv.pages.released",
+    "debug",
+    "request_id incarnation pages",
+    "The store call returned, and pages left quarantine.",
+)
 PLAN_DROPPED = _event(
     "akv.plan.dropped",
     "debug",

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from akv.errors import LoadCancelled, LoadFailed
 from akv.halves import Halves
-from akv.ownership.requests import LoadHold, Phase, RequestRecord
+from akv.ownership.request_record import LoadHold, Phase, RequestRecord
 from akv.plan.tokens import Tokens
-from akv.values.messages import LoadState
+from akv.values.messages import LoadState, PagesPerGroup
 from akv.values.offers import Offer
 from akv.values.requests import LoadCompleted
 
@@ -28,8 +28,8 @@ class Load:
         """Wait until the pages are filled; they may be read, freed and handed on at once.
 
         Raises LoadFailed if the pool did not deliver a page, LoadCancelled if the request was cancelled or finished meanwhile:
-        the pages are the engine's again, with undefined content. Raises ConnectorBroken or NotOpenError if the connector ended
-        first.
+        the pages are the engine's again, with undefined content, but for those that the error names as quarantined. Raises
+        ConnectorBroken or NotOpenError if the connector ended first.
         **Cancellation:** only the wait ends; the load goes on and the pages stay the connector's. `Request.cancel()` ends a
         load.
         """
@@ -38,11 +38,12 @@ class Load:
         completed = self._hold.completed
         if completed is None:
             raise AssertionError("a wait that returned has a terminal state")
+        if completed.state is LoadState.LOADED:
+            return completed
+        quarantined = self._halves.scheduler.requests.pages.tell((completed.request_id, completed.incarnation))
         if completed.state is LoadState.FAILED:
-            raise LoadFailed(self._request_id, self._hold.failed_key, completed.reason)
-        if completed.state is LoadState.CANCELLED:
-            raise LoadCancelled(self._request_id)
-        return completed
+            raise LoadFailed(self._request_id, self._hold.failed_key, completed.reason, quarantined)
+        raise LoadCancelled(self._request_id, quarantined)
 
 
 class Request:
@@ -52,6 +53,7 @@ class Request:
         self._halves = halves
         self._record = record
         self._load_ids: list[int] = []
+        self._quarantined: PagesPerGroup | None = None
 
     @property
     def request_id(self) -> str:
@@ -65,8 +67,13 @@ class Request:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing of akv's touches the request's pages any more, for good."""
+        """Whether nothing of akv's touches the request's pages any more, but for those in quarantine."""
         return self._record.phase is Phase.CLOSED
+
+    @property
+    def quarantined(self) -> PagesPerGroup:
+        """What `finished()` or `cancel()` returned; for users of `Connector.request()`, which calls them. `()` before that."""
+        return self._quarantined or ()
 
     async def lookup(self, local_tokens: int = 0) -> Offer:
         """Ask how many tokens the pool holds beyond the engine's own match of `local_tokens` tokens, a multiple of T.
@@ -110,28 +117,36 @@ class Request:
         self._halves.latch.check()
         self._halves.scheduler.finish(self._record)
 
-    async def finished(self) -> None:
-        """`finish()`, then wait until its saves ended: the pages are the engine's again (S7).
+    async def finished(self) -> PagesPerGroup:
+        """`finish()`, then wait until its saves ended: the pages are the engine's again (S7), but for those that it returns.
+
+        These are in quarantine, as for `cancel()`; there are some only if a load was under way.
 
         **Cancellation:** the wait ends, the saves go on and the pages stay held; ask again, or call `cancel()`.
         """
         self._halves.latch.check()
         await self._halves.scheduler.hash_rest(self._record)
         self.finish()
-        await self._until_closed()
+        return await self._until_closed()
 
-    async def cancel(self) -> None:
+    async def cancel(self) -> PagesPerGroup:
         """The request is not wanted any more: return when its pages are free (D6). At any moment, and idempotent.
 
-        Loads and saves that have not begun are withdrawn; what runs is waited for: device copies, never store calls.
+        Loads and saves that have not begun are withdrawn; what runs is waited for: device copies, never store calls. Returns
+        the pages, per layer group, that a store call still touches: they stay out of use until `Connector.completed()`
+        delivers `PagesReleased` for them. What a LoadFailed named before is not named again. `()` unless the engine declared
+        `keeps_quarantined_pages`.
         **Cancellation:** the request is cancelled all the same; only the wait ends. Ask again, or watch `completed()`.
         """
         self._halves.latch.check()
         self._halves.scheduler.cancel(self._record)
-        await self._until_closed()
+        return await self._until_closed()
 
-    async def _until_closed(self) -> None:
+    async def _until_closed(self) -> PagesPerGroup:
         await self._halves.notices.until(self.incarnation, lambda: self.closed)
         # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
         for number in (*self._load_ids, self.incarnation):
             self._halves.fetched(number)
+        if self._quarantined is None:
+            self._quarantined = self._halves.scheduler.requests.pages.tell(self._record.key)
+        return self._quarantined

@@ -4,8 +4,7 @@ It decides with `plan/`, keeps what it decided in `ownership/requests.py`, and s
 the messages of `values/messages.py`. What ends is told through the three callables that it is given.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from anyio import Lock, current_time
@@ -14,45 +13,30 @@ from anyio.lowlevel import checkpoint
 from akv import observe
 from akv.errors import EngineContractError
 from akv.flow.calls import CallDesk
-from akv.flow.lookup import LookupAnswer, LookupParts, hash_in_slices, look_up
+from akv.flow.lookup import LookupParts, hash_in_slices, look_up
 from akv.flow.reserve import reserve
+from akv.flow.snapshot import Snapshot
 from akv.ownership.plans import Plans
-from akv.ownership.requests import Effect, LoadHold, Phase, RequestRecord, Requests
+from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.requests import Effect, Requests
+from akv.pass_parts import Part, PassParts, Planned
+from akv.plan.ending import Ending
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.keys import KeySpace
 from akv.plan.recent_chains import RecentChains
-from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks, whole_number
+from akv.plan.save_bounds import closing_blocks, whole_number
 from akv.plan.terms import terms_of
 from akv.plan.tokens import Tokens
+from akv.plan.window_search import window_groups
 from akv.ports import Ports
 from akv.ports.device import PassEvent
 from akv.settings import Settings
-from akv.units import NO_PAGE
+from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
+from akv.values.messages import LoadOrder, PagesReleased, PassPlan, PassReport, SaveOrder, Withdrawal
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.requests import SavesCompleted, Scheduled
 from akv.values.scope import Scope
-
-
-class Part(NamedTuple):
-    """What a plan keeps of one scheduled request until it ends."""
-
-    record: RequestRecord
-    #: Tokens that have KV once the pass ran.
-    computed: int
-    #: Blocks that are whole then, and whose hashes are known.
-    end: int
-    #: The first block that was not saved yet, and the pages from there on: what `finish` may still have to save.
-    first: int
-    tail: tuple[tuple[int, ...], ...]
-
-
-class Planned(NamedTuple):
-    """An open plan."""
-
-    plan: PassPlan
-    parts: tuple[Part, ...]
 
 
 class SchedulerHalf:
@@ -65,9 +49,11 @@ class SchedulerHalf:
         keys: KeySpace,
         ports: Ports,
         desk: CallDesk,
-        ended: Callable[[LoadHold | SavesCompleted], None],
+        ended: Callable[[LoadHold | SavesCompleted | PagesReleased], None],
+        capabilities: EngineCapabilities,
     ) -> None:
         self._settings = settings
+        windows = window_groups(layout.groups)
         self._tokens_per_block = layout.tokens_per_block
         self._page_counts = ports.device.page_counts
         self._recent = RecentChains(settings.recent_chains_tokens)
@@ -76,6 +62,9 @@ class SchedulerHalf:
             desk=desk,
             keys=keys,
             groups=len(layout.groups),
+            windows=windows,
+            rewind_tokens=settings.rewind_tokens,
+            window_fallback=settings.window_fallback,
             probe_head=settings.probe_head,
             probe_chunk=settings.probe_chunk,
             probe_concurrency=settings.probe_concurrency,
@@ -90,11 +79,25 @@ class SchedulerHalf:
         #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
         #: fewer, as a rule; what is left of a long local match, say, comes with the next passes.
         self._most_blocks = Chain(b"", layout.tokens_per_block).slice_blocks
-        self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s)
+        self._reader = PassParts(
+            layout,
+            self._page_counts,
+            Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens),
+            saves=self._saves,
+            save_generated=settings.save_generated,
+        )
+        self.requests = Requests(
+            groups=len(layout.groups),
+            backoff_s=settings.save_backoff_s,
+            windows=[window.group for window in windows],
+        )
         #: The worker half's entries; set once, before the first request.
         self.fence: Callable[[], PassEvent]
         self.accept_load: Callable[[LoadOrder, PassEvent], None]
-        self.accept_saves: Callable[[Sequence[SaveOrder], PassEvent], None]
+        self.accept_saves: Callable[[Sequence[SaveOrder], PassEvent, dict[int, Snapshot]], None]
+        #: A plan asks for slots; it was dropped and gives them back.
+        self.plan_arrived: Callable[[PassPlan], None]
+        self.plan_dropped: Callable[[int], None]
         self.withdraw: Callable[[Withdrawal], None]
 
     def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool) -> RequestRecord:
@@ -115,7 +118,7 @@ class SchedulerHalf:
         began = current_time()
         if (nothing := self._offers_nothing(record)) is not None:
             await checkpoint()
-            answer = LookupAnswer(0, nothing)
+            answer = self._lookup.nothing(nothing)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
             if answer.hole is not None:
@@ -139,6 +142,7 @@ class SchedulerHalf:
             tokens=answer.tokens,
             outcome=answer.outcome,
             tokens_per_block=self._tokens_per_block,
+            ends=answer.ends,
         )
 
     def reserve(
@@ -149,7 +153,16 @@ class SchedulerHalf:
         priority = whole_number(record.request_id, "priority", priority)
         # First what may fail: nothing is taken before it.
         fence = self.fence()
-        order, hold = reserve(self.requests, record, offer, honoured_tokens, pages, self._page_counts, self._tokens_per_block)
+        order, hold = reserve(
+            self.requests,
+            record,
+            offer,
+            honoured_tokens,
+            pages,
+            self._page_counts,
+            self._tokens_per_block,
+            self._lookup.windows,
+        )
         self.accept_load(msgspec.structs.replace(order, priority=priority), fence)
         return hold
 
@@ -158,32 +171,68 @@ class SchedulerHalf:
         now = current_time()
         parts: list[Part] = []
         saves: list[SaveOrder] = []
+        windows: list[SaveOrder] = []
         seen: set[int] = set()
         most = self._most_blocks
         for item in scheduled:
-            record = self._checked(item, seen)
-            part = self._part(record, item)
+            record = self._scheduled(item, seen)
+            part = self._reader.read(record, item)
             parts.append(part)
+            windows += self._window_saves(part, item)
             if self._saves and most:
-                looked_at, order = self.requests.list_some(record, part.end, part.tail, part.first, now, most)
+                looked_at, order = self.requests.listing.some_blocks(record, part.end, part.tail, part.first, now, most)
                 most -= looked_at
                 if order is not None:
                     saves.append(order)
-        plan = PassPlan(plan_id=self._plans.next_id(), saves=tuple(saves))
+            if part.closes and (again := self._saves_again(part, item)) is not None:
+                saves.append(again)
+        ordered = (*windows, *saves) if self._settings.window_first else (*saves, *windows)
+        plan = PassPlan(plan_id=self._plans.next_id(), saves=ordered)
         self._plans.add(Planned(plan, tuple(parts)))
+        if windows:
+            self.plan_arrived(plan)
         return plan
 
-    def ran(self, plan: PassPlan) -> None:
-        """The planned pass has been queued on the execution stream: move the marks, hand its saves over."""
+    def _window_saves(self, part: Part, item: Scheduled) -> list[SaveOrder]:
+        """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""
+        order = self.requests.listing.windows(part.record, part.closing, snapshot=True)
+        return [] if order is None else [order]
+
+    def _saves_again(self, part: Part, item: Scheduled) -> SaveOrder | None:
+        """A sequence that computed much lists its stored blocks again (S8)."""
+        record, least = part.record, self._settings.resave_min_tokens
+        began_at = part.before if record.windows.began_at is None else record.windows.began_at
+        if not least or part.computed - began_at < least:
+            return None
+        order = self.requests.listing.again(record, part.end, item.pages)
+        for columns in () if order is None else order.groups:
+            self._reader.check_pages(record, columns.group, columns.pages, columns.blocks)
+        return order
+
+    def take(self, plan: PassPlan) -> Planned:
+        """The planned pass has been queued on the execution stream: the plan ends, and `ran` follows."""
         # First what may fail: then the plan is still open, and may be dropped.
-        after = self.fence()
-        planned = self._end(plan, "superseded by a later pass")
-        queued = [q for order in planned.plan.saves if (q := self.requests.queue_save(order)) is not None]
-        for part in planned.parts:
-            end = part.end if self._saves else 0
-            self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
-        if queued:
-            self.accept_saves(queued, after)
+        self.fence()
+        return self._end(plan, "superseded by a later pass")
+
+    def ran(self, planned: Planned, snapshots: dict[int, Snapshot]) -> None:
+        """What is to be copied at the pass has been: move the marks, hand the pass's saves over. Raises DeviceError."""
+        queued: list[SaveOrder] = []
+        try:
+            after = self.fence()
+            copied = (order for order in planned.plan.saves if order.save_id in snapshots or not order.snapshot)
+            queued = [q for order in copied if (q := self.requests.queue_save(order)) is not None]
+            for part in planned.parts:
+                end = part.end if self._saves else 0
+                self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
+                part.record.windows.ran(part.before, part.held, closes=part.closes)
+            if queued:
+                self.accept_saves(queued, after, snapshots)
+        finally:
+            handed_over = {order.save_id for order in queued}
+            for save_id, snapshot in snapshots.items():
+                if save_id not in handed_over:
+                    snapshot.claim.leave()
 
     def drop(self, plan: PassPlan, reason: str) -> None:
         """The planned pass will not run."""
@@ -217,6 +266,8 @@ class SchedulerHalf:
             self._carry_out(self.requests.save_ended(save, now))
         for unread in report.unread:
             self._carry_out(self.requests.pages_unread(unread))
+        for released in report.released:
+            self._carry_out(self.requests.pages_released(released))
 
     def _carry_out(self, effects: Iterable[Effect], after: PassEvent | None = None) -> None:
         """Do what ownership decided, in order. Saves come from `finish` alone, which gives the event that they wait for."""
@@ -227,8 +278,8 @@ class SchedulerHalf:
                 case SaveOrder():
                     if after is None:
                         raise AssertionError("a save needs the event of the pass that computed it")
-                    self.accept_saves([effect], after)
-                case LoadHold() | SavesCompleted():
+                    self.accept_saves([effect], after, {})
+                case LoadHold() | SavesCompleted() | PagesReleased():
                     self._ended(effect)
 
     def _offers_nothing(self, record: RequestRecord) -> LookupOutcome | None:
@@ -242,81 +293,19 @@ class SchedulerHalf:
     def _saves(self) -> bool:
         return self._settings.role != "consumer"
 
-    def _closing(self, record: RequestRecord) -> int:
-        """Blocks that a request which finishes now may have published (S12)."""
-        computed = self._kept(record, min(record.computed, record.chain.length)) if self._saves else 0
-        return closing_blocks(computed, self._tokens_per_block)
-
-    def _kept(self, record: RequestRecord, computed: int) -> int:
-        """Tokens whose KV may be published, of `computed` ones."""
-        return computed if self._settings.save_generated else min(computed, record.prompt_tokens)
-
-    def _checked(self, item: Scheduled, seen: set[int]) -> RequestRecord:
+    def _scheduled(self, item: Scheduled, seen: set[int]) -> RequestRecord:
         record = self.requests.scheduled(item.request.request_id, item.request.incarnation)
-        check_scheduled(record.request_id, item.computed_before, item.tokens, item.draft_tokens)
         if record.incarnation in seen:
             raise EngineContractError(
                 f"request {record.request_id!r} is scheduled twice in one pass: give each request one part"
             )
         seen.add(record.incarnation)
-        if record.load is not None:
-            raise EngineContractError(
-                f"request {record.request_id!r} is scheduled while its load is under way: its pages are the connector's; "
-                "schedule it once Load.wait() returned or completed() delivered its LoadCompleted"
-            )
-        if record.valid_to is not None and item.computed_before > record.valid_to:
-            raise EngineContractError(
-                f"request {record.request_id!r} is scheduled with computed_before = {item.computed_before}, but its load did "
-                f"not deliver and its pages hold KV for {record.valid_to} tokens only: schedule it from there, or report a "
-                "longer local match with lookup(local_tokens)"
-            )
-        tables: object = item.pages
-        found = len(tables) if isinstance(tables, Sized) else 0
-        if found != len(self._page_counts):
-            raise EngineContractError(
-                f"request {record.request_id!r}: {found} page tables for a layout of {len(self._page_counts)} layer groups: "
-                "`pages` holds one for each"
-            )
         return record
 
-    def _part(self, record: RequestRecord, item: Scheduled) -> Part:
-        before, tokens = int(item.computed_before), int(item.tokens)
-        computed = before + tokens
-        # Computed, and confirmed (K6), and wanted: the least of the three.
-        end = min(
-            savable_blocks(before, 0, tokens, self._tokens_per_block),
-            closing_blocks(self._kept(record, record.chain.length), self._tokens_per_block),
-        )
-        first = record.marks.mark
-        last = -(-computed // self._tokens_per_block)
-        tail = tuple(self._pages(record, group, table, first, last) for group, table in enumerate(item.pages))
-        return Part(record, computed, end, first, tail)
-
-    def _pages(self, record: RequestRecord, group: int, table: Sequence[int], first: int, last: int) -> tuple[int, ...]:
-        """The pages of blocks [first, last), every one that this pass or `finish` may list: each in the cache, none twice."""
-        # Blocks below the mark are stored or on their way, so their pages are not looked at: a pass of many long decoding
-        # requests costs a few entries for each.
-        pages = tuple(map(int, table[first:last]))
-        held = [page for page in pages if page != NO_PAGE]
-        count = self._page_counts[group]
-        if held and not (min(held) >= 0 and max(held) < count and len(set(held)) == len(held)):
-            self._refuse_pages(record, group, pages, first)
-        return pages
-
-    def _refuse_pages(self, record: RequestRecord, group: int, pages: Sequence[int], first: int) -> NoReturn:
-        at = next(
-            index
-            for index, page in enumerate(pages)
-            if page != NO_PAGE and (not 0 <= page < self._page_counts[group] or page in pages[index + 1 :])
-        )
-        page = pages[at]
-        # Two blocks of one page: at least one of them would be stored with the other's KV.
-        why = (
-            "is also listed for a later block; each block of a request has a page of its own"
-            if 0 <= page < self._page_counts[group]
-            else f"is not in the cache, which has {self._page_counts[group]} pages"
-        )
-        raise EngineContractError(f"request {record.request_id!r}, block {first + at}, group {group}: page {page} {why}")
+    def _closing(self, record: RequestRecord) -> int:
+        """Blocks that a request which finishes now may have published (S12)."""
+        computed = self._reader.kept(record, min(record.computed, record.chain.length)) if self._saves else 0
+        return closing_blocks(computed, self._tokens_per_block)
 
     def _end(self, plan: PassPlan, reason: str) -> Planned:
         planned, earlier = self._plans.end(plan.plan_id)
@@ -325,4 +314,5 @@ class SchedulerHalf:
         return planned
 
     def _dropped(self, planned: Planned, reason: str) -> None:
+        self.plan_dropped(planned.plan.plan_id)
         observe.emit(observe.PLAN_DROPPED, plan_id=planned.plan.plan_id, saves=len(planned.plan.saves), reason=reason)

@@ -4,7 +4,7 @@ It knows orders, pages and hashes, and nothing of prompts: what to move is decid
 which speaks to it in the messages of `values/messages.py`. `flow/load.py` and `flow/save.py` are its two ways.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,22 +16,26 @@ from akv.flow.calls import CallDesk
 from akv.flow.load import load, report_load
 from akv.flow.parts import WorkerParts
 from akv.flow.save import save
+from akv.flow.snapshot import Ring, RingNews, Snapshot, take_snapshots
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotPool
+from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
+from akv.plan.ring import ring_slots
 from akv.plan.terms import terms_of
 from akv.ports import Ports
 from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import CopyStream, HostBuffer, PassEvent
+from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.services.lanes import Lanes
 from akv.services.poller import StreamPoller
 from akv.services.reporter import TransferReporter
 from akv.settings import Settings
+from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import LoadOrder, PassReport, SaveOrder, Withdrawal
+from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
 from akv.values.pressure import Pressure, StagingPressure
 
 #: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
@@ -53,13 +57,17 @@ class WorkerHalf:
         desk: CallDesk,
         poller: StreamPoller,
         report: Callable[[PassReport], None],
+        capabilities: EngineCapabilities,
     ) -> None:
         self._settings = settings
+        self._capabilities = capabilities
         self._slot_bytes = layout.largest_page_bytes
         self._ports = ports
         self._desk = desk
         self._tell_scheduler = report
         page_bytes = tuple(group.bytes_per_page for group in layout.groups)
+        #: Filled when it opens: before that nothing moves.
+        self._regions: list[HostRegion | None] = [None] * len(layout.groups)
         self._parts = WorkerParts(
             pool=ports.pool,
             device=ports.device,
@@ -68,23 +76,34 @@ class WorkerHalf:
             keys=keys,
             page_bytes=page_bytes,
             reservations=Reservations(page_bytes),
-            saves=Saves(),
+            saves=Saves(page_bytes),
+            regions=self._regions,
             report=self._report,
             load_deadline_s=settings.load_deadline_s,
+            probe_chunk=settings.probe_chunk,
         )
         self._loads = Lanes(self._parts.reservations.next)
         self._saves = Lanes(self._parts.saves.next)
         self._reporter = TransferReporter(page_bytes)
-        #: Staging memory of each direction: what is on this list is registered with the pool, or about to be.
+        #: Where window pages are copied at the pass; None for models without windows, and for roles that save nothing.
+        self._ring: Ring | None = None
+        self._ring_news = RingNews()
+        self._layout = layout
+        #: Staging memory of each direction.
         self.stagings: list[Staging] = []
+        #: What is on this list is registered with the pool, or about to be.
+        self._registered: list[HostBuffer] = []
         self._idle = Event()
         #: What it would tell a scheduler half in another process.
         self.terms = terms_of(layout, keys, ports.device.page_counts, role=settings.role, load_mode=settings.load_mode)
 
     async def open(self, start: Callable[[Callable[..., Any]], Awaitable[None]]) -> None:
-        """Allocate and register staging memory, then start loaders and savers, each as a service by `start`."""
+        """Allocate and register memory for the store, then start loaders and savers, each as a service by `start`."""
         loading = await self._staging(self._settings.loaders)
         saving = await self._staging(self._settings.savers)
+        await self._open_ring()
+        if self._capabilities.keeps_quarantined_pages and self._ports.pool.lets_go_at_return:
+            await self._reach_pages()
         for index in range(self._settings.loaders):
             stream = self._ports.device.open_stream(f"akv-load-{index}")
             await start(partial(self._loads.run, partial(self._load, loading, stream)))
@@ -108,10 +127,32 @@ class WorkerHalf:
             return
         self._loads.wake()
 
-    def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent) -> None:
-        """The pass that computed these pages has been queued on the execution stream: read them behind its event."""
+    def plan_arrived(self, plan: PassPlan) -> None:
+        """A pass is planned: ask for the slots of its window pages (S4)."""
+        if self._ring is not None:
+            self._ring.claims.ask(plan.plan_id, (o for o in plan.saves if o.snapshot), self._ring_news.wake)
+
+    def plan_dropped(self, plan_id: int) -> None:
+        """The pass will not run: its slots go back."""
+        if self._ring is not None:
+            self._ring.claims.drop(plan_id)
+
+    def no_more_passes(self) -> None:
+        """The connector closes: plans that are open will not run."""
+        if self._ring is not None:
+            self._ring.claims.drop_all()
+
+    async def snapshot(self, plan: PassPlan, taken: dict[int, Snapshot]) -> None:
+        """Copy the window pages of a pass that has been queued (S3). As `take_snapshots`."""
+        if self._ring is not None:
+            await take_snapshots(self._ring, self._ring_news, self._ports.device, self._desk, plan, taken)
+
+    def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Snapshot]) -> None:
+        """The pass that computed these pages has been queued on the execution stream: read them behind its event, or, where
+        they were copied at the pass, from their slots.
+        """
         for order in orders:
-            self._parts.saves.accept(order, after)
+            self._parts.saves.accept(order, after, snapshots.get(order.save_id))
             self._reporter.save_queued(order)
         self._saves.wake()
 
@@ -131,6 +172,7 @@ class WorkerHalf:
             saving=saving,
             outstanding_calls=calls.outstanding,
             given_up_calls=calls.given_up,
+            quarantined_page_bytes=reservations.quarantined_bytes + saves.quarantined_bytes,
         )
 
     def withdraw(self, message: Withdrawal) -> None:
@@ -150,30 +192,73 @@ class WorkerHalf:
             await self._idle.wait()
 
     def unregister(self) -> None:
-        """Take the staging memory back from the store. Only when no call is outstanding."""
-        for staging in self.stagings:
-            self._ports.pool.unregister(staging.buffer)
+        """Take back from the store what it was told of. Only when no call is outstanding."""
+        for buffer in self._registered:
+            self._ports.pool.unregister(buffer)
+        self._registered.clear()
         self.stagings.clear()
+
+    async def _register(self, buffer: HostBuffer) -> None:
+        # On the list first: an opening that is cancelled in between leaves nothing registered.
+        self._registered.append(buffer)
+        pool = self._ports.pool
+        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, buffer.nbytes))
+
+    async def _open_ring(self) -> None:
+        """Allocate the snapshot ring, if this model and this role need one."""
+        settings, device, layout = self._settings, self._ports.device, self._layout
+        slots = ring_slots(layout.groups, settings.rewind_tokens, layout.tokens_per_block, settings.snapshot_slots)
+        if not slots or settings.role == "consumer":
+            return
+        slot_bytes = max(group.bytes_per_page for group in layout.groups if group.is_window)
+        buffer = await self._host_memory("snapshot_slots", slots, slots * slot_bytes)
+        on_device = min(slots, settings.snapshot_device_bytes // slot_bytes)
+        device_buffer = None
+        if on_device:
+            size = CallSize(0, on_device * slot_bytes)
+            device_buffer = await self._desk.run(CallKind.COPY, lambda: device.device_buffer(size.bytes), size)
+        await self._register(buffer)
+        self._ring = Ring(
+            claims=SnapshotClaims(SlotPool(slots), None if device_buffer is None else SlotPool(on_device)),
+            buffer=buffer,
+            device_buffer=device_buffer,
+            stream=device.open_stream("akv-snapshot"),
+            slot_bytes=slot_bytes,
+            page_bytes=self._parts.page_bytes,
+            wait_s=settings.snapshot_wait_ms / 1000,
+        )
+
+    async def _host_memory(self, setting: str, value: object, nbytes: int) -> HostBuffer:
+        device = self._ports.device
+        try:
+            buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
+        except MemoryError as error:
+            raise SettingsError(
+                setting,
+                value,
+                f"{nbytes} bytes of host memory cannot be had: {error}",
+                "Give less of it, or raise what this process may lock and use.",
+            ) from error
+        return buffer
+
+    async def _reach_pages(self) -> None:
+        """Let the store reach the pages of caches in host memory itself, without a copy of ours."""
+        for group in range(len(self._regions)):
+            region = self._ports.device.host_region(group)
+            # Layer groups may share memory, and the store takes no piece of memory twice.
+            if region is not None and region.buffer not in self._registered:
+                await self._register(region.buffer)
+            self._regions[group] = region
 
     async def _staging(self, sharers: int) -> Staging:
         slots = self._settings.staging_buffer_bytes // self._slot_bytes
         # Two batches, so that a copy and a store call overlap. More slots than that would only be pinned for nothing.
         share = min(2 * LARGEST_BATCH, slots // sharers)
         nbytes = share * sharers * self._slot_bytes
-        device, pool = self._ports.device, self._ports.pool
-        try:
-            buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
-        except MemoryError as error:
-            raise SettingsError(
-                "staging_buffer_bytes",
-                self._settings.staging_buffer_bytes,
-                f"{nbytes} bytes of host memory cannot be had: {error}",
-                "Give less of it, or raise what this process may lock and use.",
-            ) from error
+        buffer = await self._host_memory("staging_buffer_bytes", self._settings.staging_buffer_bytes, nbytes)
         staging = Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
-        # On the list first: an opening that is cancelled in between leaves nothing registered.
+        await self._register(buffer)
         self.stagings.append(staging)
-        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, nbytes))
         return staging
 
     async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
@@ -185,8 +270,13 @@ class WorkerHalf:
     def _report(self, report: PassReport) -> None:
         for result in report.loads:
             self._reporter.load_ended(result)
+            self._reporter.quarantined(result)
         for save_result in report.saves:
             self._reporter.save_ended(save_result)
-        if report.loads or report.saves or report.unread:
+        for unread in report.unread:
+            self._reporter.quarantined(unread)
+        for released in report.released:
+            self._reporter.released(released)
+        if report.loads or report.saves or report.unread or report.released:
             self._tell_scheduler(report)
             self._idle.set()

@@ -5,13 +5,14 @@ anything. Between the place and the start nothing waits. From the start on the r
 slots, and only the call's own end, delivered on the loop, lets go of them and of the place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from anyio import CapacityLimiter, Event
 from anyio.lowlevel import checkpoint
 
 from akv.errors import AkvError
+from akv.flow.uncut import uncut
 from akv.ownership.slots import SlotTicket
 from akv.ownership.store_calls import CallRecord, StoreCalls
 from akv.ports.calls import CallEnd, CallKind, CallRunner, CallSize
@@ -45,6 +46,15 @@ async def event_reached(events: EventWatch, event: PassEvent) -> None:
         raise CopyFailed("the device failed the work that a copy waits for") from failures[0]
 
 
+def always() -> bool:
+    """The `begin` of a call that touches no page."""
+    return True
+
+
+def nothing() -> None:
+    """Its `end`."""
+
+
 class CallDesk:
     """Starts every blocking call of one half of a connector and keeps its record."""
 
@@ -56,28 +66,45 @@ class CallDesk:
         self._idle = Event()
         self._places = {kind: CapacityLimiter(limit) for kind, limit in runner.limits.items()}
 
-    async def run(self, kind: CallKind, call: Callable[[], Any], size: CallSize, ticket: SlotTicket | None = None) -> Any:
-        """Run `call` and return its value, or raise what it raised.
+    async def run(
+        self,
+        kind: CallKind,
+        call: Callable[[], Any],
+        size: CallSize,
+        ticket: SlotTicket | None = None,
+        *,
+        begin: Callable[[], bool] = always,
+        end: Callable[[], None] = nothing,
+    ) -> Any:
+        """Run `call` and return its value, or raise what it raised. None if `begin` refused: then nothing was started.
 
-        **Cancellation:** before the call began, nothing happened. Afterwards the wait ends at once, the call goes on, and the
-        ticket's slots stay out of use until it returned.
+        `begin` and `end` are for a call that touches the engine's pages: `begin` is asked when the call has a place, with no
+        wait between it and the start; `end` is called exactly once for each `begin` that agreed, when the call has returned.
+
+        **Cancellation:** before the call began, nothing happened. Afterwards the wait ends at once, the call goes on, the
+        ticket's slots stay out of use until it returned, and `end` is called then.
         """
         place = object()
         await self._places[kind].acquire_on_behalf_of(place)
-        record = self._records.begin(kind, ticket)
+        if not begin():
+            self._places[kind].release_on_behalf_of(place)
+            return None
+        record = self._records.begin(kind, *(() if ticket is None else (ticket,)))
         ended = Event()
         ends: list[CallEnd] = []
 
-        def done(end: CallEnd) -> None:
-            self._end(kind, place, record)
-            ends.append(end)
+        def done(returned: CallEnd) -> None:
+            self._places[kind].release_on_behalf_of(place)
+            self._end(record)
+            ends.append(returned)
             ended.set()
+            end()
 
         try:
             self._runner.start(kind, call, size, done)
-        except BaseException:
+        except BaseException as error:
             # Refused, as by a runner that has closed: nothing runs, so nothing may stay on record.
-            self._end(kind, place, record)
+            done(CallEnd(error=error))
             raise
         try:
             await ended.wait()
@@ -114,7 +141,8 @@ class CallDesk:
         failures: list[BaseException | None] = []
 
         def finished(event: PassEvent | None, failure: BaseException | None) -> None:
-            self._end(CallKind.COPY, place, record)
+            self._places[CallKind.COPY].release_on_behalf_of(place)
+            self._end(record)
             failures.append(failure)
             ended.set()
             end(event if failure is None else None)
@@ -138,6 +166,46 @@ class CallDesk:
             raise CopyFailed(f"a device copy of {size.keys} pages failed") from failures[0]
         return True
 
+    async def issue(
+        self,
+        call: Callable[[], PassEvent],
+        size: CallSize,
+        tickets: Sequence[SlotTicket],
+        queued: Callable[[PassEvent], None],
+    ) -> None:
+        """Have a snapshot queued on the execution stream, and return as soon as it is; `queued` is given its event.
+
+        The tickets' slots stay out of use until the event completed. What the copy comes to is asked of the event, by whoever
+        reads the slots. Raises what `call` raised: then nothing is queued.
+
+        **Cancellation:** before the call began, nothing happened. Afterwards it does not end the wait, neither an outer scope
+        nor asyncio's own: whoever comes next may overwrite the pages, and must come behind the copy. Raised then.
+        """
+        kind, place = CallKind.SNAPSHOT, object()
+        await self._places[kind].acquire_on_behalf_of(place)
+        record = self._records.begin(kind, *tickets)
+        returned = Event()
+        errors: list[BaseException] = []
+
+        def done(end: CallEnd) -> None:
+            self._places[kind].release_on_behalf_of(place)
+            if end.error is None:
+                queued(end.value)
+                self._events.watch(end.value, lambda _: self._end(record))
+            else:
+                errors.append(end.error)
+                self._end(record)
+            returned.set()
+
+        try:
+            self._runner.start(kind, call, size, done)
+        except BaseException as error:
+            done(CallEnd(error=error))
+            raise
+        await uncut(returned.wait, returned.is_set)
+        if errors:
+            raise errors[0]
+
     async def drained(self) -> None:
         """Return when every call and copy has ended, and its end was delivered. Cancellation: nothing is held."""
         await checkpoint()
@@ -145,9 +213,8 @@ class CallDesk:
             self._idle = Event()
             await self._idle.wait()
 
-    def _end(self, kind: CallKind, place: object, record: CallRecord) -> None:
+    def _end(self, record: CallRecord) -> None:
         self._records.ended(record)
-        self._places[kind].release_on_behalf_of(place)
         self._idle.set()
 
 

@@ -2,14 +2,15 @@
 
 `plan/batching.py` cuts the order into batches; `ownership/reservations.py` decides when the pages are the engine's again. A
 batch is one store call into slots and one scatter from them, behind the fence that `reserve()` recorded; the scatter of one
-batch and the store call of the next overlap.
+batch and the store call of the next overlap. Where the store can reach the pages itself a batch is one store call into them.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from anyio import move_on_after
 
-from akv.flow.calls import CopyFailed
+from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, size_of, store_call
 from akv.flow.staging import Staging
@@ -17,8 +18,8 @@ from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
 from akv.ports.calls import CallKind
-from akv.ports.device import CopyStream, PassEvent
-from akv.ports.pool import KeyState
+from akv.ports.device import CopyStream, HostRegion, PassEvent
+from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import LoadResult, PassReport
 
 
@@ -47,23 +48,65 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
     """Get batch after batch, and scatter each while the next one is on its way. Ends early once the load has a verdict."""
     async with overlapping(staging) as transfer:
         for batch in split_batches(record.order.groups, staging.batch):
-            slots = await transfer.take(len(batch.blocks))
-            # A scatter that failed while this waited has passed a verdict.
-            if record.verdict is not None or not await _get(parts, staging, record, batch, slots):
+            region = parts.direct(batch.group)
+            if region is not None:
+                arrived = await _get_into_pages(parts, record, batch, region)
+            else:
+                slots = await transfer.take(len(batch.blocks))
+                # A scatter that failed while this waited has passed a verdict.
+                arrived = record.verdict is None and await _get_into_slots(parts, staging, record, batch, slots)
+            if not arrived:
                 return
-            await transfer.then(slots, partial(_scatter, parts, staging, stream, record, batch, slots))
+            if region is None:
+                await transfer.then(slots, partial(_scatter, parts, staging, stream, record, batch, slots))
 
 
-async def _get(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
+async def _get_into_slots(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
     """The store call into slots. False, with a verdict passed, if a page did not arrive whole."""
-    answers = await store_call(parts, CallKind.GET, staging, batch, ticket)
-    for block_hash, answer in zip(batch.hashes, answers, strict=True):
+    answers = await store_call(parts, CallKind.GET, batch, staging.buffer, staging.offsets(ticket), ticket)
+    # Nothing of a batch with a hole reaches a page: its other slots are discarded with the ticket (X4).
+    return _all_arrived(parts, record, batch, answers)
+
+
+async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, region: HostRegion) -> bool:
+    """The store call into the pages, behind the fence (D5). False, with a verdict passed, if a page did not arrive whole.
+
+    **Cancellation:** the pages stay the connector's until the call returned, in quarantine from the terminal state on (D2).
+    """
+    try:
+        await event_reached(parts.events, record.fence)
+    except CopyFailed:
+        _fail(parts, record, batch, "copy_failed")
+        return False
+
+    def end() -> None:
+        released = parts.reservations.end_call(record, batch)
+        if released is not None:
+            parts.report(PassReport(released=(released,)))
+
+    answers = await store_call(
+        parts,
+        CallKind.GET,
+        batch,
+        region.buffer,
+        region.offsets(batch.pages),
+        begin=lambda: parts.reservations.begin_call(record, batch),
+        end=end,
+    )
+    return _all_arrived(parts, record, batch, answers)
+
+
+def _all_arrived(parts: WorkerParts, record: LoadRecord, batch: Batch, answers: Sequence[KeyAnswer] | None) -> bool:
+    """Whether the load may go on: no answer is bad, and nothing else has passed a verdict meanwhile."""
+    for block_hash, answer in zip(batch.hashes, answers or (), strict=answers is not None):
         if answer.state is not KeyState.OK:
-            # Nothing of this batch reaches a page: its other slots are discarded with the ticket (X4).
             report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [block_hash])[0], answer.state))
             break
-    # A scatter that failed meanwhile has passed one, too.
     return record.verdict is None
+
+
+def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str) -> None:
+    report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, batch.hashes[:1])[0], reason))
 
 
 async def _scatter(
@@ -90,7 +133,7 @@ async def _scatter(
             end=end,
         )
     except CopyFailed:
-        report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, batch.hashes[:1])[0], "copy_failed"))
+        _fail(parts, record, batch, "copy_failed")
 
 
 def _first_key(parts: WorkerParts, record: LoadRecord) -> str:

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from akv.flow.calls import CallDesk, EventWatch
-from akv.flow.staging import Staging
+from akv.flow.calls import CallDesk, EventWatch, always, nothing
 from akv.ownership.reservations import Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import DeviceCopier
+from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
 from akv.ports.pool import KeyAnswer, PagePool
 from akv.values.messages import PassReport
 
@@ -29,9 +28,22 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: Sequence[int]
     reservations: Reservations
     saves: Saves
+    #: For each layer group, where the store can reach its pages itself; None where it cannot, or must not.
+    regions: Sequence[HostRegion | None]
     #: Tells the scheduler half what ended.
     report: Callable[[PassReport], None]
     load_deadline_s: float
+    #: Keys of one probe at most.
+    probe_chunk: int
+
+    def direct(self, group: int) -> HostRegion | None:
+        """Where the store may read and write the group's pages at this moment; None: through slots.
+
+        While pages are in quarantine everything goes through slots. So no more than one batch of each loader and saver is ever
+        in there, however long the store hangs (M3).
+        """
+        in_quarantine = self.reservations.quarantined_bytes or self.saves.quarantined_bytes
+        return None if in_quarantine else self.regions[group]
 
 
 def size_of(parts: WorkerParts, batch: Batch) -> CallSize:
@@ -40,20 +52,28 @@ def size_of(parts: WorkerParts, batch: Batch) -> CallSize:
 
 
 async def store_call(
-    parts: WorkerParts, kind: CallKind, staging: Staging, batch: Batch, slots: SlotTicket
-) -> Sequence[KeyAnswer]:
-    """Move a batch between the pool and its slots, and return the pool's answer for each page, in the batch's order.
+    parts: WorkerParts,
+    kind: CallKind,
+    batch: Batch,
+    buffer: HostBuffer,
+    offsets: Sequence[int],
+    slots: SlotTicket | None = None,
+    *,
+    begin: Callable[[], bool] = always,
+    end: Callable[[], None] = nothing,
+) -> Sequence[KeyAnswer] | None:
+    """Move a batch between the pool and host memory, and return the pool's answer for each page, in the batch's order.
 
-    `kind`: GET or PUT.
-    **Cancellation:** the wait ends; the call goes on, and keeps the slots until it returned (M1).
+    `kind`: GET or PUT. The memory is that of slots, or of pages themselves: then `begin` and `end` are those of
+    `CallDesk.run`, and the answer is None if `begin` refused.
+    **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
     keys = parts.keys.keys(batch.group, batch.hashes)
-    offsets = staging.offsets(slots)
     sizes = [parts.page_bytes[batch.group]] * len(keys)
 
     def move() -> Sequence[KeyAnswer]:
         call = parts.pool.get if kind is CallKind.GET else parts.pool.put
-        return call(keys, staging.buffer, offsets, sizes)
+        return call(keys, buffer, offsets, sizes)
 
-    answers: Sequence[KeyAnswer] = await parts.desk.run(kind, move, size_of(parts, batch), slots)
+    answers: Sequence[KeyAnswer] | None = await parts.desk.run(kind, move, size_of(parts, batch), slots, begin=begin, end=end)
     return answers

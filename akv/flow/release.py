@@ -11,7 +11,7 @@ from anyio import current_time, get_cancelled_exc_class, move_on_after
 
 @asynccontextmanager
 async def ended_with_block(
-    finished: Callable[[], Awaitable[None]],
+    finished: Callable[[], Awaitable[object]],
     cancelled: Callable[[], Awaitable[None]],
     released: Callable[[], bool],
     grace_s: float,

@@ -7,7 +7,8 @@ free to take. All or nothing: whatever is wrong is raised here, for this request
 from collections.abc import Sequence
 
 from akv.errors import EngineContractError
-from akv.ownership.requests import LoadHold, RequestRecord, Requests
+from akv.ownership.request_record import LoadHold, RequestRecord
+from akv.ownership.requests import Requests
 from akv.plan.reservation import destination_pages
 from akv.plan.window_search import WindowGroup
 from akv.values.messages import GroupPages, LoadOrder

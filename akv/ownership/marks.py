@@ -55,6 +55,10 @@ class SaveMarks:
         """Whether the block is neither queued nor stored."""
         return block >= len(self._states) or self._states[block] in (BlockState.UNSAVED, BlockState.REFUSED)
 
+    def is_stored(self, block: int) -> bool:
+        """Whether the block is in the pool, as far as this request knows."""
+        return block < len(self._states) and self._states[block] == BlockState.STORED
+
     def queued(self, blocks: Iterable[int]) -> None:
         """A pass that ran handed these blocks over for saving."""
         self._set(blocks, BlockState.QUEUED)

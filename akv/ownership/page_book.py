@@ -1,4 +1,4 @@
-"""Which of the engine's pages are in the connector's hands: filled by a load, or read by saves.
+"""Which of the engine's pages are in the connector's hands: filled by a load, read by saves, or in quarantine.
 
 Kept per layer group, in sets and counters of plain numbers: a reservation may have tens of thousands of pages, and is checked
 on the engine's loop.
@@ -7,7 +7,16 @@ on the engine's loop.
 from collections import Counter
 from collections.abc import Iterable
 
-from akv.values.messages import GroupPages
+from akv.values.messages import GroupPages, PagesPerGroup, PagesReleased
+
+
+class Quarantine:
+    """Pages of one incarnation that a store call still touches although nobody waits for it (M3)."""
+
+    def __init__(self, groups: int) -> None:
+        self.untold: list[set[int]] = [set() for _ in range(groups)]
+        #: Those that the engine was told of: it keeps them out of use, and waits for their release.
+        self.told: list[set[int]] = [set() for _ in range(groups)]
 
 
 class PageBook:
@@ -17,6 +26,9 @@ class PageBook:
         self._loading: list[set[int]] = [set() for _ in range(groups)]
         #: A page that several requests share may be read for each of them.
         self._saving: list[Counter[int]] = [Counter() for _ in range(groups)]
+        #: By request id and incarnation.
+        self._quarantine: dict[tuple[str, int], Quarantine] = {}
+        self._quarantined: list[Counter[int]] = [Counter() for _ in range(groups)]
 
     @property
     def loading(self) -> set[tuple[int, int]]:
@@ -28,20 +40,69 @@ class PageBook:
         """(group, page) of each page that saves read, with their number."""
         return Counter({(group, page): n for group, pages in enumerate(self._saving) for page, n in pages.items()})
 
+    @property
+    def quarantined(self) -> Counter[tuple[int, int]]:
+        """(group, page) of each page in quarantine, with the number of incarnations that keep it there."""
+        return Counter({(group, page): n for group, pages in enumerate(self._quarantined) for page, n in pages.items()})
+
     def in_use(self, groups: Iterable[GroupPages]) -> tuple[int, int, int, str] | None:
-        """The first of these pages that a load fills or a save reads: its block, group, number, and which of the two."""
+        """The first of these pages that a load fills, a save reads or a given-up call touches: its block, group, number, and
+        which of these it is.
+        """
         for columns in groups:
-            loading, saving = self._loading[columns.group], self._saving[columns.group]
-            if loading.isdisjoint(columns.pages) and saving.keys().isdisjoint(columns.pages):
+            users = (
+                (self._loading[columns.group], "another load fills"),
+                (self._saving[columns.group].keys(), "a save reads"),
+                (self._quarantined[columns.group].keys(), "a store call that was given up still touches"),
+            )
+            if all(pages.isdisjoint(columns.pages) for pages, _ in users):
                 continue
             for block, page in zip(columns.blocks, columns.pages, strict=True):
-                if page in loading or page in saving:
-                    return block, columns.group, page, "another load fills" if page in loading else "a save reads"
+                for pages, what in users:
+                    if page in pages:
+                        return block, columns.group, page, what
         return None
 
     def is_filled(self, group: int, page: int) -> bool:
-        """Whether a load fills this page."""
-        return page in self._loading[group]
+        """Whether a load fills this page, or a call that was given up may still."""
+        return page in self._loading[group] or page in self._quarantined[group]
+
+    def quarantine(self, who: tuple[str, int], pages: PagesPerGroup) -> None:
+        """A given-up call of this incarnation touches these pages until `release`."""
+        if not pages:
+            return
+        kept = self._quarantine.setdefault(who, Quarantine(len(self._quarantined)))
+        for group, some in enumerate(pages):
+            new = set(some) - kept.told[group] - kept.untold[group]
+            kept.untold[group] |= new
+            self._quarantined[group].update(new)
+
+    def tell(self, who: tuple[str, int]) -> PagesPerGroup:
+        """Name to the engine what of this incarnation is in quarantine now: each page once, so that it is released once."""
+        kept = self._quarantine.get(who)
+        if kept is None or not any(kept.untold):
+            return ()
+        named = tuple(tuple(sorted(pages)) for pages in kept.untold)
+        for told, untold in zip(kept.told, kept.untold, strict=True):
+            told.update(untold)
+            untold.clear()
+        return named
+
+    def release(self, message: PagesReleased) -> PagesReleased | None:
+        """The call returned. What the engine has to hear of it: the pages that were named to it, None if none was."""
+        who = (message.request_id, message.incarnation)
+        kept = self._quarantine[who]
+        named: list[tuple[int, ...]] = []
+        for group, pages in enumerate(message.pages):
+            named.append(tuple(page for page in pages if page in kept.told[group]))
+            kept.told[group].difference_update(pages)
+            kept.untold[group].difference_update(pages)
+            self._quarantined[group] -= Counter(pages)
+        if not any(kept.told) and not any(kept.untold):
+            del self._quarantine[who]
+        if not any(named):
+            return None
+        return PagesReleased(request_id=who[0], incarnation=who[1], pages=tuple(named))
 
     def lend(self, groups: Iterable[GroupPages]) -> None:
         """A load takes pages that are not in use."""

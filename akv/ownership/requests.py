@@ -5,102 +5,49 @@ half, a `LoadHold` that ended or a `SavesCompleted` is told to the engine. What 
 or for a request that has closed, changes nothing here.
 """
 
-from collections.abc import Sequence
-from enum import Enum, auto
-from itertools import compress, islice
+from collections.abc import Collection
+from itertools import count
+
+import msgspec
 
 from akv.errors import EngineContractError
 from akv.ownership.known_hashes import KnownHashes
+from akv.ownership.listing import Listing, hashes_of
 from akv.ownership.marks import UNLIMITED, BlockState, SaveMarks
 from akv.ownership.page_book import PageBook
+from akv.ownership.request_record import LoadHold, Phase, RequestRecord
 from akv.plan.hashing import Chain
-from akv.units import NO_PAGE
 from akv.values.messages import (
     GroupPages,
     LoadOrder,
     LoadResult,
     LoadState,
+    PagesReleased,
     PagesUnread,
     SaveOrder,
     SaveResult,
     Withdrawal,
+    select_pages,
 )
 from akv.values.requests import LoadCompleted, SavesCompleted
 
-
-class Phase(Enum):
-    """Where a request stands. Open: may load and be scheduled. Closed: nothing of akv's touches its pages any more."""
-
-    OPEN = auto()
-    #: `finish()`: its saves go on, the pages are held until they ended (S7).
-    FINISHING = auto()
-    #: `cancel()`: what is queued is withdrawn, the pages are held until no copy touches them (D6).
-    CANCELLING = auto()
-    CLOSED = auto()
-
-
-class LoadHold:
-    """Pages that a request lent to a load, until its terminal state."""
-
-    __slots__ = ("completed", "failed_key", "groups", "load_id", "local_tokens", "tokens")
-
-    def __init__(self, load_id: int, groups: tuple[GroupPages, ...], local_tokens: int, tokens: int) -> None:
-        self.load_id = load_id
-        self.groups = groups
-        self.local_tokens = local_tokens
-        self.tokens = tokens
-        #: The terminal state; None while the pages are the connector's.
-        self.completed: LoadCompleted | None = None
-        self.failed_key = ""
-
-
-class RequestRecord:
-    """One request from `open_request` to the return of its pages."""
-
-    def __init__(self, request_id: str, incarnation: int, chain: Chain, marks: SaveMarks, *, reads_cache: bool) -> None:
-        self.request_id = request_id
-        #: Counts the lives of pages under one id, over requests that reuse the id too: a late message cannot meet a new owner.
-        self.incarnation = incarnation
-        self.chain = chain
-        self.marks = marks
-        self.reads_cache = reads_cache
-        self.prompt_tokens = chain.length
-        self.phase = Phase.OPEN
-        self.load: LoadHold | None = None
-        #: Saves that the worker has not ended, with the blocks of each.
-        self.saves: dict[int, SaveOrder] = {}
-        #: Blocks that this request's own saves brought to the pool.
-        self.stored_blocks = 0
-        #: A withdrawal is under way; the worker will say when no copy reads the pages.
-        self.awaits_unread = False
-        #: Tokens that passes are known to have computed, counted from the sequence's start.
-        self.computed = 0
-        #: After a failed or cancelled load: tokens below which the pages hold valid KV. None: no load of this life was lost.
-        self.valid_to: int | None = None
-        #: For `finish`: where the tables below begin (a block), and the pages from there on of each group.
-        self.tail_first = 0
-        self.tail: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What messages name it by."""
-        return (self.request_id, self.incarnation)
-
-
-Effect = Withdrawal | SaveOrder | LoadHold | SavesCompleted
+Effect = Withdrawal | SaveOrder | LoadHold | SavesCompleted | PagesReleased
 
 
 class Requests:
     """Every request that has not closed."""
 
-    def __init__(self, *, groups: int, backoff_s: float) -> None:
-        self._groups = groups
+    def __init__(self, *, groups: int, backoff_s: float, windows: Collection[int] = ()) -> None:
+        """`windows`: which of the layer groups forget; the marks of blocks follow the others."""
         self._backoff_s = backoff_s
         self._open: dict[str, RequestRecord] = {}
         #: The pages that are in the connector's hands.
         self.pages = PageBook(groups)
         self._known = KnownHashes()
-        self._last_id = 0
+        #: Numbers incarnations, loads and saves.
+        self._ids = count(1)
+        #: What passes and ends list for saving.
+        self.listing = Listing(self._ids, self._known, groups, windows)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -118,9 +65,8 @@ class Requests:
                 f"request {request_id!r} is open already ({present.phase.name.lower()}): ids may be used again once "
                 "finished() or cancel() returned; give concurrent requests different ids"
             )
-        self._last_id += 1
         marks = SaveMarks(self._backoff_s)
-        record = RequestRecord(request_id, self._last_id, chain, marks, reads_cache=reads_cache)
+        record = RequestRecord(request_id, next(self._ids), chain, marks, reads_cache=reads_cache)
         self._open[request_id] = record
         return record
 
@@ -170,8 +116,7 @@ class Requests:
                 f"request {record.request_id!r}, block {block}, group {group}: destination page {page} is in use, {by} it; a "
                 "page belongs to the connector until its load ended or its request's saves ended"
             )
-        self._last_id += 1
-        hold = record.load = LoadHold(self._last_id, groups, local_tokens, tokens)
+        hold = record.load = LoadHold(next(self._ids), groups, local_tokens, tokens)
         self.pages.lend(groups)
         order = LoadOrder(load_id=hold.load_id, request_id=record.request_id, incarnation=record.incarnation, groups=groups)
         return order, hold
@@ -183,10 +128,13 @@ class Requests:
             return []
         hold, record.load = record.load, None
         self.pages.returned(hold.groups)
+        self.pages.quarantine(record.key, result.quarantined)
         if result.state is LoadState.LOADED:
             for group in hold.groups:
-                record.marks.stored(group.blocks)
-                self._known.add(group.hashes)
+                if group.group in self.listing.full:
+                    record.marks.stored(group.blocks)
+                    self._known.add(group.hashes)
+            record.windows.loaded = record.windows.loaded or hold.tokens > 0
             self.matched_locally(record, hold.local_tokens + hold.tokens)
         else:
             # What landed is discarded: from here on only the local match is KV, and a pass that builds on more is refused.
@@ -209,46 +157,6 @@ class Requests:
 
     # -- saves
 
-    def list_saves(
-        self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]], first: int, now: float
-    ) -> SaveOrder | None:
-        """`list_some` without a bound."""
-        return self.list_some(record, end, tables, first, now, UNLIMITED)[1]
-
-    def list_some(
-        self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]], first: int, now: float, most: int
-    ) -> tuple[int, SaveOrder | None]:
-        """What a pass would have to save of this request, of the first `most` blocks below `end` that are open and have their
-        pages; and how many blocks these were. Changes no mark (S2).
-
-        `tables` are the page tables of each group from block `first` on. A block that lacks a page in a group is not listed,
-        since a lookup could never count it (L2), and does not count; one that the pool is known to hold is not listed either.
-        """
-        with_pages = (
-            block
-            # Bounded too where many blocks have no page: those are only passed over.
-            for block in record.marks.to_offer(end, now, 16 * most)
-            if block >= first and all(_page(table, block - first) != NO_PAGE for table in tables)
-        )
-        blocks = list(islice(with_pages, most))
-        looked_at = len(blocks)
-        if blocks:
-            chain = _hashes(record.chain, blocks)
-            blocks = [block for block in blocks if chain[block] not in self._known]
-        if not blocks:
-            return looked_at, None
-        hashes = tuple(chain[block] for block in blocks)
-        self._last_id += 1
-        return looked_at, SaveOrder(
-            save_id=self._last_id,
-            request_id=record.request_id,
-            incarnation=record.incarnation,
-            groups=tuple(
-                GroupPages(group, tuple(blocks), tuple(int(tables[group][block - first]) for block in blocks), hashes)
-                for group in range(self._groups)
-            ),
-        )
-
     def ran(
         self,
         record: RequestRecord,
@@ -267,7 +175,7 @@ class Requests:
         record.tail_first, record.tail = first, tail
         open_blocks = record.marks.to_offer(min(end, record.chain.hash_up_to(0)), float("inf"), most)
         if open_blocks:
-            chain = _hashes(record.chain, open_blocks)
+            chain = hashes_of(record.chain, open_blocks)
             record.marks.stored([block for block in open_blocks if chain[block] in self._known])
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, computed)
@@ -287,7 +195,11 @@ class Requests:
         order = record.saves.pop(result.save_id, None) if record is not None else None
         if record is None or order is None:
             return []
-        self.pages.unpin(order.groups)
+        if not order.snapshot:
+            self.pages.unpin(order.groups)
+        if order.window:
+            record.windows.lost(order.groups, (*result.refused, *result.dropped))
+            return self._close_if_done(record)
         if result.stored:
             # The groups of a save list the same blocks, so the first names each block's hash.
             hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
@@ -310,13 +222,12 @@ class Requests:
             return []
         if record.load is not None:
             return self._withdraw(record, Phase.FINISHING)
-        order = None
+        orders = [self.listing.windows(record, record.windows.held, snapshot=False)]
         if record.tail:
             # All of it: there is no later pass.
-            order = self.list_saves(record, upto, record.tail, record.tail_first, float("inf"))
+            orders.append(self.listing.blocks(record, upto, record.tail, record.tail_first, float("inf")))
         effects: list[Effect] = []
-        if order is not None and (queued := self._queue(record, order)) is not None:
-            effects.append(queued)
+        effects += [q for order in orders if order is not None and (q := self._queue(record, order)) is not None]
         record.phase = Phase.FINISHING
         return [*effects, *self._close_if_done(record)]
 
@@ -327,12 +238,18 @@ class Requests:
         return self._withdraw(record, Phase.CANCELLING)
 
     def pages_unread(self, message: PagesUnread) -> list[Effect]:
-        """The worker says that no copy reads pages of a withdrawn incarnation any more."""
+        """The worker says that nothing reads pages of a withdrawn incarnation any more, but for those in quarantine."""
         record = self._record(message.request_id, message.incarnation)
         if record is None:
             return []
+        self.pages.quarantine(record.key, message.quarantined)
         record.awaits_unread = False
         return self._close_if_done(record)
+
+    def pages_released(self, message: PagesReleased) -> list[Effect]:
+        """The worker says that a given-up call on pages returned; their request may have closed long ago."""
+        released = self.pages.release(message)
+        return [] if released is None else [released]
 
     def _withdraw(self, record: RequestRecord, phase: Phase) -> list[Effect]:
         record.phase = phase
@@ -340,22 +257,35 @@ class Requests:
         return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation)]
 
     def _queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
-        keep = [record.marks.is_open(block) for block in order.groups[0].blocks]
-        for group in order.groups:
-            keep = [k and not self.pages.is_filled(group.group, page) for k, page in zip(keep, group.pages, strict=True)]
-        if not all(keep):
-            order = SaveOrder(
-                save_id=order.save_id,
-                request_id=order.request_id,
-                incarnation=order.incarnation,
-                groups=tuple(_only(group, keep) for group in order.groups),
-            )
-        if not order.groups[0].blocks:
+        order = self._queueable(record, order)
+        if not order.pages:
             return None
         record.saves[order.save_id] = order
-        record.marks.queued(order.groups[0].blocks)
-        self.pages.pin(order.groups)
+        if order.window:
+            record.windows.queued(order.groups)
+        elif not order.probe_first:
+            record.marks.queued(order.groups[0].blocks)
+        if not order.snapshot:
+            self.pages.pin(order.groups)
         return order
+
+    def _queueable(self, record: RequestRecord, order: SaveOrder) -> SaveOrder:
+        """The order without what must not be handed over any more."""
+        if order.snapshot:
+            # Copied already, from pages that the request held: nobody looks at the pages again.
+            return order
+        if order.window:
+            groups = [
+                select_pages(group, [not self.pages.is_filled(group.group, page) for page in group.pages])
+                for group in order.groups
+            ]
+            return msgspec.structs.replace(order, groups=tuple(group for group in groups if group.blocks))
+        keep = [order.probe_first or record.marks.is_open(block) for block in order.groups[0].blocks]
+        for group in order.groups:
+            keep = [k and not self.pages.is_filled(group.group, page) for k, page in zip(keep, group.pages, strict=True)]
+        return (
+            order if all(keep) else msgspec.structs.replace(order, groups=tuple(select_pages(g, keep) for g in order.groups))
+        )
 
     def _close_if_done(self, record: RequestRecord) -> list[Effect]:
         if record.phase in (Phase.OPEN, Phase.CLOSED) or record.load is not None or record.awaits_unread:
@@ -365,8 +295,9 @@ class Requests:
         record.phase = Phase.CLOSED
         del self._open[record.request_id]
         for order in record.saves.values():
-            # Cancelled with puts still under way: they read slots, not pages.
-            self.pages.unpin(order.groups)
+            # Cancelled with puts still under way: they read slots, or pages that are in quarantine.
+            if not order.snapshot:
+                self.pages.unpin(order.groups)
         return [
             SavesCompleted(
                 request_id=record.request_id,
@@ -379,21 +310,3 @@ class Requests:
     def _record(self, request_id: str, incarnation: int) -> RequestRecord | None:
         record = self._open.get(request_id)
         return record if record is not None and record.incarnation == incarnation else None
-
-
-def _hashes(chain: Chain, blocks: Sequence[int]) -> dict[int, bytes]:
-    # From the first of the blocks on and not from the sequence's first: a pass of a long request has a few new blocks.
-    return dict(enumerate(chain.hashes(blocks[0], blocks[-1] + 1), blocks[0]))
-
-
-def _page(table: Sequence[int], index: int) -> int:
-    return table[index] if index < len(table) else NO_PAGE
-
-
-def _only(group: GroupPages, keep: Sequence[bool]) -> GroupPages:
-    return GroupPages(
-        group.group,
-        tuple(compress(group.blocks, keep)),
-        tuple(compress(group.pages, keep)),
-        tuple(compress(group.hashes, keep)),
-    )

@@ -1,22 +1,23 @@
 """Loads in the worker half: who may write into reserved pages, and when nobody can any more (D2, D6, M2).
 
 A load ends with a verdict (all pages landed, one failed, it was withdrawn) and reaches its terminal state when it has a
-verdict
-**and** no copy into its pages is queued or running. The two may come in any order, which is what makes a cancel quick: the
-verdict is passed at once, and the pages are free as soon as the last copy's event completed, whatever the store is doing.
+verdict **and** no copy into its pages is queued or running. The two may come in any order, which is what makes a cancel quick:
+the verdict is passed at once, and the pages are free as soon as the last copy's event completed, whatever the store is doing.
+Where a store call writes the pages themselves nobody waits for it: the terminal state names its pages, which stay in
+quarantine until the call returned (D2).
 """
 
 from bisect import insort_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from akv.values.messages import LoadOrder, LoadResult, LoadState
+from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
 
 
 class LoadRecord:
     """One reservation, from the order to its terminal state."""
 
-    __slots__ = ("copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
+    __slots__ = ("calls", "copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
 
     def __init__(self, order: LoadOrder, fence: Any) -> None:
         self.order = order
@@ -24,6 +25,8 @@ class LoadRecord:
         self.fence = fence
         #: Copies into its pages that are queued or running.
         self.copies = 0
+        #: The pages of store calls that write into pages of it, and have not returned.
+        self.calls: list[GroupPages] = []
         self.verdict: LoadState | None = None
         self.failed_key = ""
         self.reason = ""
@@ -42,6 +45,8 @@ class Reservations:
         #: In the order in which they are taken up.
         self._queue: list[LoadRecord] = []
         self._active: dict[int, LoadRecord] = {}
+        #: Bytes of pages that ended loads left to a store call.
+        self.quarantined_bytes = 0
 
     @property
     def active(self) -> int:
@@ -77,6 +82,25 @@ class Reservations:
         """A copy's event completed (or the copy failed): it writes nothing any more."""
         record.copies -= 1
         return self._settle(record)
+
+    def begin_call(self, record: LoadRecord, pages: GroupPages) -> bool:
+        """Ask to have the store write into these pages. False once a verdict is passed."""
+        if record.verdict is not None:
+            return False
+        record.calls.append(pages)
+        return True
+
+    def end_call(self, record: LoadRecord, pages: GroupPages) -> PagesReleased | None:
+        """The store call returned: it writes nothing any more. The pages leave quarantine, if they had got there."""
+        record.calls.remove(pages)
+        if not record.ended:
+            return None
+        self.quarantined_bytes -= self._bytes([pages])
+        return PagesReleased(
+            request_id=record.order.request_id,
+            incarnation=record.order.incarnation,
+            pages=pages_per_group([pages], len(self._page_bytes)),
+        )
 
     def landed(self, record: LoadRecord) -> LoadResult | None:
         """Every page of the order is in place, seen by the host."""
@@ -115,13 +139,18 @@ class Reservations:
         record.ended = True
         del self._active[record.order.load_id]
         groups = record.order.groups if record.verdict is LoadState.LOADED else ()
+        self.quarantined_bytes += self._bytes(record.calls)
         return LoadResult(
             load_id=record.order.load_id,
             request_id=record.order.request_id,
             incarnation=record.order.incarnation,
             state=record.verdict,
             pages=sum(len(group.pages) for group in groups),
-            bytes=sum(len(group.pages) * self._page_bytes[group.group] for group in groups),
+            bytes=self._bytes(groups),
             failed_key=record.failed_key,
             reason=record.reason,
+            quarantined=pages_per_group(record.calls, len(self._page_bytes)),
         )
+
+    def _bytes(self, groups: Iterable[GroupPages]) -> int:
+        return sum(len(group.pages) * self._page_bytes[group.group] for group in groups)

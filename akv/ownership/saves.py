@@ -2,27 +2,32 @@
 
 A ticket is one request's part of one pass. Its pages may be read from the pass's event until the ticket ended or was
 withdrawn; a withdrawn ticket begins no further read, and the engine gets its pages back when the reads that had begun have
-ended. The puts of what was read before go on from slots, and concern nobody's pages.
+ended. The puts of what was read before go on from slots, and concern nobody's pages. A put that reads the pages themselves is
+not waited for: its pages stay in quarantine until it returned (D6).
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from akv.values.messages import PagesUnread, SaveOrder, SaveResult
+from akv.values.messages import GroupPages, PagesReleased, PagesUnread, SaveOrder, SaveResult, pages_per_group
 
 
 class SaveTicket:
     """One save order on its way to the pool."""
 
-    __slots__ = ("_left", "_refused", "after", "bytes", "order", "reads", "reason", "withdrawn")
+    __slots__ = ("_left", "_refused", "after", "bytes", "calls", "order", "reads", "reason", "snapshot", "withdrawn")
 
-    def __init__(self, order: SaveOrder, after: Any) -> None:
+    def __init__(self, order: SaveOrder, after: Any, snapshot: Any = None) -> None:
         self.order = order
+        #: Where the pages were copied at the pass; None if they are read live.
+        self.snapshot = snapshot
         #: The event of the pass that computed the pages: no read may run before it (D5).
         self.after = after
         #: Reads of its pages that are queued or running.
         self.reads = 0
+        #: The pages of store calls that read pages of it, and have not returned.
+        self.calls: list[GroupPages] = []
         self.withdrawn = False
         self.bytes = 0
         self.reason = ""
@@ -63,7 +68,11 @@ class SaveTicket:
 class Saves:
     """All saves of one worker half."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: Sequence[int]) -> None:
+        #: Bytes of one page in each layer group.
+        self._page_bytes = page_bytes
+        #: Bytes of pages that withdrawn saves left to a store call.
+        self.quarantined_bytes = 0
         self._queue: deque[SaveTicket] = deque()
         self._active: dict[int, SaveTicket] = {}
         #: Incarnations that were withdrawn and whose pages a read still touches.
@@ -79,9 +88,9 @@ class Saves:
         """Tickets that no saver has taken up."""
         return len(self._queue)
 
-    def accept(self, order: SaveOrder, after: Any) -> SaveTicket:
-        """Queue one order behind its pass's event."""
-        ticket = SaveTicket(order, after)
+    def accept(self, order: SaveOrder, after: Any, snapshot: Any = None) -> SaveTicket:
+        """Queue one order behind its pass's event. `snapshot` (its slots) is left when the ticket ends, however it ends."""
+        ticket = SaveTicket(order, after, snapshot)
         self._active[order.save_id] = ticket
         self._queue.append(ticket)
         return ticket
@@ -102,9 +111,27 @@ class Saves:
         ticket.reads -= 1
         return self._unread_now((ticket.order.request_id, ticket.order.incarnation))
 
+    def begin_call(self, ticket: SaveTicket, pages: GroupPages) -> bool:
+        """Ask to have the store read these pages. False once the ticket is withdrawn."""
+        if ticket.withdrawn:
+            return False
+        ticket.calls.append(pages)
+        return True
+
+    def end_call(self, ticket: SaveTicket, pages: GroupPages) -> PagesReleased | None:
+        """The store call returned: it reads nothing any more. The pages leave quarantine, if they had got there."""
+        ticket.calls.remove(pages)
+        who = (ticket.order.request_id, ticket.order.incarnation)
+        if not ticket.withdrawn or who in self._unread:
+            return None
+        self.quarantined_bytes -= self._bytes([pages])
+        return PagesReleased(request_id=who[0], incarnation=who[1], pages=pages_per_group([pages], len(self._page_bytes)))
+
     def end(self, ticket: SaveTicket) -> SaveResult:
         """The ticket's work ended. A ticket ends once, by the saver that took it up, or by a withdrawal before that."""
         del self._active[ticket.order.save_id]
+        if ticket.snapshot is not None:
+            ticket.snapshot.claim.leave()
         return ticket.result()
 
     def withdraw(self, request_id: str, incarnation: int) -> tuple[list[SaveResult], list[PagesUnread]]:
@@ -121,7 +148,14 @@ class Saves:
     def _unread_now(self, who: tuple[str, int]) -> list[PagesUnread]:
         if who not in self._unread:
             return []
-        if any(t.reads for t in self._active.values() if (t.order.request_id, t.order.incarnation) == who):
+        tickets = [t for t in self._active.values() if (t.order.request_id, t.order.incarnation) == who]
+        if any(ticket.reads for ticket in tickets):
             return []
         self._unread.remove(who)
-        return [PagesUnread(request_id=who[0], incarnation=who[1])]
+        calls = [pages for ticket in tickets for pages in ticket.calls]
+        self.quarantined_bytes += self._bytes(calls)
+        quarantined = pages_per_group(calls, len(self._page_bytes))
+        return [PagesUnread(request_id=who[0], incarnation=who[1], quarantined=quarantined)]
+
+    def _bytes(self, groups: Iterable[GroupPages]) -> int:
+        return sum(len(group.pages) * self._page_bytes[group.group] for group in groups)

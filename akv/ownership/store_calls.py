@@ -8,11 +8,11 @@ from akv.ownership.slots import SlotTicket
 class CallRecord:
     """One blocking call from its start to its return, with the slots that it may touch until then."""
 
-    __slots__ = ("given_up", "kind", "ticket")
+    __slots__ = ("given_up", "kind", "tickets")
 
-    def __init__(self, kind: str, ticket: SlotTicket | None) -> None:
+    def __init__(self, kind: str, tickets: tuple[SlotTicket, ...]) -> None:
         self.kind = kind
-        self.ticket = ticket
+        self.tickets = tickets
         #: Nobody waits for it any more; it still owns what it touches.
         self.given_up = False
 
@@ -33,11 +33,11 @@ class StoreCalls:
         """Calls that have not returned and that nobody waits for."""
         return sum(record.given_up for record in self._running)
 
-    def begin(self, kind: str, ticket: SlotTicket | None = None) -> CallRecord:
-        """A call starts now and holds the ticket's slots until `ended`."""
-        if ticket is not None:
+    def begin(self, kind: str, *tickets: SlotTicket) -> CallRecord:
+        """A call starts now and holds the tickets' slots until `ended`."""
+        for ticket in tickets:
             ticket.hold()
-        record = CallRecord(kind, ticket)
+        record = CallRecord(kind, tickets)
         self._running.add(record)
         return record
 
@@ -49,5 +49,5 @@ class StoreCalls:
     def ended(self, record: CallRecord) -> None:
         """The call returned: it touches nothing any more."""
         self._running.remove(record)
-        if record.ticket is not None:
-            record.ticket.release()
+        for ticket in record.tickets:
+            ticket.release()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from anyio import current_time
 
 from akv import observe
-from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, SaveOrder, SaveResult
+from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, PagesUnread, SaveOrder, SaveResult
 
 
 class TransferReporter:
@@ -115,6 +115,25 @@ class TransferReporter:
                 blocks=len(result.dropped),
                 reason="withdrawn",
             )
+
+    def quarantined(self, ended: LoadResult | PagesUnread) -> None:
+        """What ended may have left pages in quarantine."""
+        if ended.quarantined:
+            observe.emit(
+                observe.PAGES_QUARANTINED,
+                request_id=ended.request_id,
+                incarnation=ended.incarnation,
+                pages=sum(map(len, ended.quarantined)),
+            )
+
+    def released(self, message: PagesReleased) -> None:
+        """Pages left quarantine."""
+        observe.emit(
+            observe.PAGES_RELEASED,
+            request_id=message.request_id,
+            incarnation=message.incarnation,
+            pages=sum(map(len, message.pages)),
+        )
 
     def _bytes(self, groups: Sequence[GroupPages]) -> int:
         return sum(len(group.pages) * self._page_bytes[group.group] for group in groups)

@@ -6,12 +6,19 @@ Pages travel in columns, one entry per page, because a prompt of 100,000 tokens 
 for thousands of objects.
 """
 
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from itertools import compress
+from typing import TypeAlias
 
 import msgspec
 
 #: Changes whenever the meaning of a message changes. Halves of different versions refuse each other at start.
 MESSAGE_VERSION = 1
+
+
+#: Pages of each layer group, in the order of the layout; `()` for none at all.
+PagesPerGroup: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class GroupPages(msgspec.Struct, frozen=True):
@@ -26,6 +33,24 @@ class GroupPages(msgspec.Struct, frozen=True):
     hashes: tuple[bytes, ...]
 
 
+def pages_per_group(columns: Iterable[GroupPages], groups: int) -> PagesPerGroup:
+    """The pages of these columns, sorted into the layout's groups; `()` for no column."""
+    tables: list[list[int]] = [[] for _ in range(groups)]
+    for column in columns:
+        tables[column.group].extend(column.pages)
+    return tuple(map(tuple, tables)) if any(tables) else ()
+
+
+def select_pages(columns: GroupPages, keep: Sequence[bool]) -> GroupPages:
+    """The pages whose entry in `keep` is true."""
+    return GroupPages(
+        columns.group,
+        tuple(compress(columns.blocks, keep)),
+        tuple(compress(columns.pages, keep)),
+        tuple(compress(columns.hashes, keep)),
+    )
+
+
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler to worker: fill these pages. They are the connector's until the worker reports a terminal state (D2)."""
 
@@ -38,12 +63,26 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduler to worker, inside a plan: after the pass, publish these pages. The request holds them until the result."""
+    """Scheduler to worker, inside a plan: after the pass, publish these pages.
+
+    The request holds them until the result, or until the pass has ended if they are copied then.
+    """
 
     save_id: int
     request_id: str
     incarnation: int
     groups: tuple[GroupPages, ...]
+    #: Pages of window groups, which make an end resumable (W3). The marks of blocks do not follow them.
+    window: bool = False
+    #: Copied into slots of the snapshot ring before the pass's event (S3); else read live, behind that event.
+    snapshot: bool = False
+    #: The pool may hold them already: asked first, and put where missing (D9, S8).
+    probe_first: bool = False
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return sum(len(group.pages) for group in self.groups)
 
 
 class Withdrawal(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +101,7 @@ class PassPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadState(StrEnum):
-    """The three terminal states of a reservation (D2). In each of them nothing can write into its pages any more."""
+    """The three terminal states of a reservation (D2). In each of them nothing can write into the pages that it gives back."""
 
     LOADED = "loaded"
     FAILED = "failed"
@@ -82,6 +121,8 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     #: The first page that was not delivered, and why in one word. Empty unless FAILED.
     failed_key: str = ""
     reason: str = ""
+    #: Pages that a store call which was given up may still write: kept back until `PagesReleased`. Empty if LOADED.
+    quarantined: PagesPerGroup = ()
 
 
 class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,10 +144,20 @@ class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PagesUnread(msgspec.Struct, frozen=True, kw_only=True):
-    """Worker to scheduler, after a withdrawal: no copy of this incarnation's pages is queued or running any more."""
+    """Worker to scheduler, after a withdrawal: nothing reads this incarnation's pages any more but for those in quarantine."""
 
     request_id: str
     incarnation: int
+    #: Pages that a store call which was given up still reads.
+    quarantined: PagesPerGroup = ()
+
+
+class PagesReleased(msgspec.Struct, frozen=True, kw_only=True):
+    """Worker to scheduler, and from `Connector.completed()`: the store call returned, pages leave quarantine (D2)."""
+
+    request_id: str
+    incarnation: int
+    pages: PagesPerGroup
 
 
 class PassReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +166,7 @@ class PassReport(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[LoadResult, ...] = ()
     saves: tuple[SaveResult, ...] = ()
     unread: tuple[PagesUnread, ...] = ()
+    released: tuple[PagesReleased, ...] = ()
     version: int = MESSAGE_VERSION
 
 

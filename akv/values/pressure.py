@@ -31,3 +31,5 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     #: Blocking calls that have not returned, and those among them that nobody waits for any more.
     outstanding_calls: int
     given_up_calls: int
+    #: Bytes of the engine's pages in quarantine: given-up calls touch them, and `PagesReleased` tells when no more (M3).
+    quarantined_page_bytes: int

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from akv.values.messages import LoadState
+from akv.values.messages import LoadState, PagesPerGroup, PagesReleased
 
 if TYPE_CHECKING:
     from akv.request import Request
@@ -29,7 +29,9 @@ class Scheduled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadCompleted(msgspec.Struct, frozen=True, kw_only=True):
-    """From `Connector.completed()`: a reservation reached its terminal state, its pages are the engine's again."""
+    """From `Connector.completed()`: a reservation reached its terminal state, its pages are the engine's again but for those
+    that it names as quarantined.
+    """
 
     request_id: str
     #: An engine ignores a completion whose incarnation is not the request's present one (D8).
@@ -39,16 +41,21 @@ class LoadCompleted(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     #: Why it failed, one word. Empty unless FAILED.
     reason: str = ""
+    #: Pages that stay the connector's until `PagesReleased` names them: a store call may still write them (D2). Always empty
+    #: if LOADED, and for engines that did not declare `keeps_quarantined_pages`.
+    quarantined: PagesPerGroup = ()
 
 
 class SavesCompleted(msgspec.Struct, frozen=True, kw_only=True):
-    """From `Connector.completed()`: the saves of a finished request ended, its pages are the engine's again (S7)."""
+    """From `Connector.completed()`: a request ended, its pages are the engine's again (S7) but for those in quarantine."""
 
     request_id: str
     incarnation: int
     #: Blocks of this life that were stored, and that the pool did not take.
     stored_blocks: int
     refused_blocks: int
+    #: Pages that stay the connector's until `PagesReleased` names them: a store call still touches them (D6).
+    quarantined: PagesPerGroup = ()
 
 
-Completion = LoadCompleted | SavesCompleted
+Completion = LoadCompleted | SavesCompleted | PagesReleased

@@ -127,6 +127,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: True registers an `atexit` guard that waits for outstanding store calls and, if one never returns, leaves without
     #: finalising. False gives the exit to the application: a thread inside the store then aborts the process (SIGABRT).
     exit_guard: bool = True
+    #: R: tokens behind a longer hit that a lookup may walk back to where a model with sliding windows can resume. What is
+    #: saved at a prompt's end reaches as far back, as far as the engine still holds the pages.
+    rewind_tokens: Tokens = 1024
+    #: Whether a lookup of a model with sliding windows looks for a resumable end further back than the rewind.
+    window_fallback: bool = True
+    #: Whether the window pages of a prompt's end are stored ahead of its full-attention pages. A prompt without its window
+    #: pages cannot be resumed at its end, and they cannot be read again.
+    window_first: bool = True
+    #: Slots that hold window pages from the pass that computed them until they are stored, each as large as the largest window
+    #: page. 0 takes what two closing passes of this layout need, and at least 256. Unused without sliding windows.
+    snapshot_slots: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    #: Milliseconds that a pass waits at most for such slots after its forward. Past it its window pages are dropped.
+    snapshot_wait_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    #: Bytes of device memory that window pages pass through on their way to those slots, so that the execution stream copies
+    #: at the device's speed and not at the bus's. 0 copies to the host directly. Unused on a CPU.
+    snapshot_device_bytes: Size = 256 * _MIB
+    #: A sequence that computed at least so many tokens has its full-attention blocks listed again when its prompt is complete:
+    #: probed, which renews their lease, and put where they are missing. 0 turns this off.
+    resave_min_tokens: Tokens = 0
     #: Whether blocks that decoding completes are saved too, so that the next turn of a conversation finds them.
     save_generated: bool = True
     #: Seconds before blocks that the pool refused are offered to it again.

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from akv.ownership.requests import Effect, LoadHold, RequestRecord, Requests
+from akv.ownership.request_record import LoadHold, RequestRecord
+from akv.ownership.requests import Effect, Requests
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves, SaveTicket
 from akv.plan.hashing import Chain, scope_seed
@@ -51,12 +52,12 @@ class Scene:
 
     def listed(self, record: RequestRecord, end: int, now: float = 0.0) -> tuple[int, ...]:
         """The blocks that a plan would list."""
-        order = self.requests.list_saves(record, end, self.TABLES, 0, now)
+        order = self.requests.listing.blocks(record, end, self.TABLES, 0, now)
         return order.groups[0].blocks if order is not None else ()
 
     def queued(self, record: RequestRecord, end: int, now: float = 0.0) -> SaveOrder:
         """A save of everything below `end` that was planned and handed over."""
-        order = self.requests.list_saves(record, end, self.TABLES, 0, now)
+        order = self.requests.listing.blocks(record, end, self.TABLES, 0, now)
         assert order is not None
         handed_over = self.requests.queue_save(order)
         assert handed_over is not None
@@ -95,7 +96,7 @@ class Worker:
 
     def __init__(self, groups: int) -> None:
         self.reservations = Reservations([1] * groups)
-        self.saves = Saves()
+        self.saves = Saves([1] * groups)
         self.reports: deque[LoadResult | SaveResult | PagesUnread] = deque()
         #: What each page holds: the hash of its block, or None for anything else.
         self.content: dict[tuple[int, int], bytes | None] = {}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from akv.errors import EngineContractError
-from akv.ownership.requests import Effect, LoadHold, Phase, RequestRecord, Requests
+from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.requests import Effect, Requests
 from akv.plan.hashing import Chain, scope_seed
 from akv.values.messages import (
     GroupPages,
@@ -143,7 +144,7 @@ class RequestMachine(RuleBasedStateMachine):
             assert life.record.valid_to is None or life.kv * T <= life.record.valid_to, "an honest pass would be refused"
             life.planned = min(BLOCKS, life.planned + blocks)
             table = [-1 if block in missing else page for block, page in enumerate(life.table)]
-            order = self.requests.list_saves(life.record, life.planned, [table] * GROUPS, 0, self.now)
+            order = self.requests.listing.blocks(life.record, life.planned, [table] * GROUPS, 0, self.now)
             if order is not None:
                 listed = order.groups[0].blocks
                 assert max(listed) < life.planned, "a block is listed before its pass"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def test_S1_only_blocks_below_the_bound_are_listed_with_pages_and_hashes_of_every_group(scene: "Scene") -> None:
     record = scene.opened()
-    order = scene.requests.list_saves(record, 3, scene.TABLES, 0, 0.0)
+    order = scene.requests.listing.blocks(record, 3, scene.TABLES, 0, 0.0)
     assert order is not None
     assert order.groups == scene.columns(record, range(3))
     assert (order.request_id, order.incarnation) == record.key
@@ -24,18 +24,18 @@ def test_S1_only_blocks_below_the_bound_are_listed_with_pages_and_hashes_of_ever
 def test_L2_a_block_without_a_page_in_some_group_is_not_listed(scene: "Scene") -> None:
     record = scene.opened()
     holed = (scene.TABLES[0], (30, NO_PAGE, 32, NO_PAGE))
-    order = scene.requests.list_saves(record, 6, holed, 0, 0.0)
+    order = scene.requests.listing.blocks(record, 6, holed, 0, 0.0)
     assert order is not None
     assert order.groups == tuple(
         GroupPages(group, (0, 2), pages, (record.chain.hashes(0, 1)[0], record.chain.hashes(2, 3)[0]))
         for group, pages in enumerate([(10, 12), (30, 32)])
     )
-    assert scene.requests.list_saves(record, 6, (scene.TABLES[0], ()), 0, 0.0) is None
+    assert scene.requests.listing.blocks(record, 6, (scene.TABLES[0], ()), 0, 0.0) is None
 
 
 def test_S12_tables_may_begin_at_a_later_block(scene: "Scene") -> None:
     record = scene.opened()
-    order = scene.requests.list_saves(record, 5, tuple(table[3:] for table in scene.TABLES), 3, 0.0)
+    order = scene.requests.listing.blocks(record, 5, tuple(table[3:] for table in scene.TABLES), 3, 0.0)
     assert order is not None
     assert order.groups == scene.columns(record, range(3, 5))
 
@@ -51,7 +51,7 @@ def test_S2_listing_changes_no_mark_and_queueing_does(scene: "Scene") -> None:
 
 def test_S2_a_block_that_two_plans_listed_is_handed_over_once(scene: "Scene") -> None:
     record = scene.opened()
-    first, second, third = (scene.requests.list_saves(record, end, scene.TABLES, 0, 0.0) for end in (2, 4, 4))
+    first, second, third = (scene.requests.listing.blocks(record, end, scene.TABLES, 0, 0.0) for end in (2, 4, 4))
     assert first is not None
     assert second is not None
     assert third is not None
@@ -66,7 +66,7 @@ def test_S2_a_block_that_two_plans_listed_is_handed_over_once(scene: "Scene") ->
 @pytest.mark.parametrize("group", [0, 1])
 def test_S1_a_page_that_a_load_fills_is_not_read_for_a_save(scene: "Scene", group: int) -> None:
     record, loading = scene.opened(), scene.opened("loading", first_token=100)
-    order = scene.requests.list_saves(record, 3, scene.TABLES, 0, 0.0)
+    order = scene.requests.listing.blocks(record, 3, scene.TABLES, 0, 0.0)
     assert order is not None
     other = tuple(range(50, 58))
     scene.reserved(loading, range(1, 2), (scene.TABLES[0], other) if group == 0 else (other, scene.TABLES[1]))
@@ -80,7 +80,7 @@ def test_S1_a_page_that_a_load_fills_is_not_read_for_a_save(scene: "Scene", grou
 def test_M7_a_listed_save_of_a_request_that_began_to_end_is_not_queued(scene: "Scene", end: str) -> None:
     record = scene.opened()
     scene.queued(record, 1)
-    order = scene.requests.list_saves(record, 3, scene.TABLES, 0, 0.0)
+    order = scene.requests.listing.blocks(record, 3, scene.TABLES, 0, 0.0)
     assert order is not None
     if end == "finish":
         scene.requests.finish(record, upto=0)

@@ -30,7 +30,7 @@ def lists(result: SaveResult) -> tuple[tuple[int, ...], tuple[int, ...], tuple[i
 
 
 def test_S2_saves_are_taken_up_in_the_order_in_which_their_passes_ran() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     tickets = [saves.accept(order(save_id), f"event {save_id}") for save_id in (1, 2)]
     assert (saves.active, saves.queued) == (2, 2)
     assert [saves.next(), saves.next(), saves.next()] == [*tickets, None]
@@ -72,7 +72,7 @@ def test_S2_no_block_refused_is_no_reason() -> None:
 
 
 def test_S7_a_result_names_the_save_and_its_incarnation() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     ticket = taken_up(saves, 9)
     result = saves.end(ticket)
     assert (result.save_id, result.request_id, result.incarnation) == (9, "r", 1)
@@ -82,7 +82,7 @@ def test_S7_a_result_names_the_save_and_its_incarnation() -> None:
 
 
 def test_S7_a_withdrawal_drops_what_nobody_took_up_and_frees_the_pages_at_once() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     saves.accept(order(1), None)
     other = saves.accept(order(2, "r", 2), None)
     saves.accept(order(3), None)
@@ -94,7 +94,7 @@ def test_S7_a_withdrawal_drops_what_nobody_took_up_and_frees_the_pages_at_once()
 
 
 def test_S7_a_withdrawal_waits_for_the_reads_that_run_and_for_no_put() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     reading, putting = taken_up(saves, 1), taken_up(saves, 2)
     assert saves.begin_read(putting)
     assert saves.end_read(putting) == [], "nobody asked for these pages back"
@@ -107,7 +107,7 @@ def test_S7_a_withdrawal_waits_for_the_reads_that_run_and_for_no_put() -> None:
 
 
 def test_M7_a_withdrawn_ticket_begins_no_read() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     ticket = taken_up(saves)
     assert saves.begin_read(ticket)
     saves.withdraw("r", 1)
@@ -120,7 +120,7 @@ def test_M7_a_withdrawn_ticket_begins_no_read() -> None:
 
 
 def test_S7_a_second_withdrawal_while_reads_run_is_answered_with_the_first() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     ticket = taken_up(saves)
     assert saves.begin_read(ticket)
     assert saves.withdraw("r", 1) == saves.withdraw("r", 1) == ([], [])
@@ -129,7 +129,7 @@ def test_S7_a_second_withdrawal_while_reads_run_is_answered_with_the_first() -> 
 
 
 def test_S7_reads_of_another_incarnation_do_not_hold_these_pages() -> None:
-    saves = Saves()
+    saves = Saves([1] * 2)
     assert saves.begin_read(taken_up(saves))
     assert saves.withdraw("r", 2) == ([], [PagesUnread(request_id="r", incarnation=2)])
 
@@ -141,7 +141,7 @@ class SavesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.saves = Saves()
+        self.saves = Saves([1] * 2)
         self.orders: dict[int, SaveOrder] = {}
         self.queue: list[SaveTicket] = []
         self.working: list[SaveTicket] = []
