@@ -130,6 +130,7 @@ def naive_ends(local: int, hit: int, windows: Sequence[WindowGroup], stored: Sto
         (0, 10, [(1, 5)], [{0, 1}], 0, 10, FULL),
         (0, 10, [(1, 5)], [{0}], 0, 1, RECOVERED),
         (0, 10, [(1, 5)], [{1}], 0, None, WINDOW_MISS),
+        (0, 10, [(1, 0), (1, 24)], [set(), {0, 1, 2, 3}], 0, 4, RECOVERED),
         (0, 10, [(2, 0)], [{9}], 0, 10, FULL),
         (0, 10, [(2, 0)], [{4}], 0, 5, RECOVERED),
         (0, 10, [(5, 0)], [{4}], 0, 5, RECOVERED),
@@ -323,6 +324,10 @@ def test_L3_portions_are_bounded_in_keys_over_groups_and_keep_the_order() -> Non
         (GroupBlocks(2, [6, 7, 8, 9]),),
         None,
     ]
+
+
+def test_L3_a_portion_takes_all_the_keys_that_it_may() -> None:
+    assert Run(0, 10, shapes((9, 0), (17, 0)), [range(10), range(10)], rewind=12, chunk=6).portions == [6, 6]
 
 
 def test_W7_an_answer_for_another_number_of_pages_is_a_fault() -> None:
