@@ -17,6 +17,7 @@ from akv_testing.engine.engine import Engine, EngineClosed, open_engine
 from akv_testing.engine.job import Result
 from akv_testing.engine.model import Model
 from akv_testing.engine.pages import Pages, layout_of
+from akv_testing.engine.quarantine import capabilities_of
 
 __all__ = [
     "DEMO",
@@ -31,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "Pages",
     "Result",
+    "capabilities_of",
     "layout_of",
     "open_engine",
 ]

@@ -7,6 +7,7 @@ its tokens. The batch (`batch.py`) is one task that waits for passes alone, so a
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import anyio
@@ -16,12 +17,14 @@ from anyio.lowlevel import checkpoint
 
 from akv.errors import ConnectorBroken, EngineContractError, LoadFailed, NotOpenError
 from akv.host import PagedCache, PagedSequence
+from akv.values.messages import PagesPerGroup
 from akv.values.scope import EMPTY_SCOPE, Scope
 from akv_testing.engine.batch import Batch
 from akv_testing.engine.config import EngineConfig, check_config
 from akv_testing.engine.job import Job, Result
 from akv_testing.engine.model import Model
 from akv_testing.engine.pages import Pages
+from akv_testing.engine.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from akv.connector import Connector
@@ -45,7 +48,8 @@ class Engine:
         self._group = group
         self._batch = Batch(config, model, pages, kv)
         #: Read-only for others: how full the cache is, and whether its books are right (`check()`).
-        self.cache = PagedCache(config.tokens_per_block, [config.pages] * config.layer_groups)
+        self.cache = PagedCache(config.tokens_per_block, config.page_counts)
+        self._quarantine = Quarantine()
         #: Every request that has not given back its pages.
         self._jobs: dict[str, Job] = {}
         #: Requests that wait for pages, first come first served.
@@ -62,6 +66,7 @@ class Engine:
         max_new_tokens: int,
         scope: Scope = EMPTY_SCOPE,
         local_reuse: bool = True,
+        local_at_most: int | None = None,
         reads_pool: bool = True,
         keep_logits: bool = False,
         keep_pages: bool = False,
@@ -69,7 +74,8 @@ class Engine:
         """Generate greedily, exactly `max_new_tokens` tokens, and return when they are there; saves go on.
 
         `local_reuse=False` neither shares other requests' KV nor leaves this one's for them; `reads_pool=False` does not ask
-        the pool. Both off, it is a cold run. `keep_logits` and `keep_pages` are for comparisons.
+        the pool. Both off, it is a cold run. `keep_logits` and `keep_pages` are for comparisons, and so is `local_at_most`: no
+        more tokens than these are reused, so that the request resumes where another run did.
 
         Raises ValueError for a request that can never be served or whose id is in use (ids are free again once saves ended:
         `settled()`), EngineClosed if the engine ended first.
@@ -78,6 +84,7 @@ class Engine:
         its pages back when neither a pass nor akv touches them any more.
         """
         job = Job(request_id, list(tokens), max_new_tokens, scope, local_reuse=local_reuse, keep_logits=keep_logits)
+        job.local_at_most, job.keep_pages = local_at_most, keep_pages
         self._refuse_if_hopeless(job)
         with job.stop:
             try:
@@ -85,12 +92,12 @@ class Engine:
                 if self._kv is not None:
                     job.request = self._kv.open_request(request_id, job.tokens, scope, reads_cache=reads_pool)
                     await self._fill_from_pool(job, sequence)
+                local_tokens = job.computed - job.from_pool_tokens
                 self._batch.join(job)
                 await job.done.wait()
                 if keep_pages:
-                    blocks = job.computed // self._config.tokens_per_block
-                    job.page_digests = await to_thread.run_sync(self._pages.digests, job.tables, blocks)
-                return job.result(sequence.local_tokens)
+                    await self._note_pages(job)
+                return job.result(local_tokens)
             finally:
                 self._leave(job)
         raise EngineClosed(f"the engine closed before request {request_id!r} was complete")
@@ -112,7 +119,7 @@ class Engine:
         if job.capacity_tokens > model.max_tokens or not self.cache.fits(job.capacity_tokens):
             raise ValueError(
                 f"request {job.request_id!r} needs {job.capacity_tokens} tokens: the model takes {model.max_tokens}, "
-                f"the cache {self._config.pages * self._config.tokens_per_block}"
+                f"the cache {min(self._config.page_counts) * self._config.tokens_per_block}"
             )
         if job.request_id in self._jobs:
             raise ValueError(f"request {job.request_id!r} is in the engine already; ids are free again once its saves ended")
@@ -134,13 +141,17 @@ class Engine:
         """Give pages to those who wait, in order; called whenever pages may have become free."""
         while self._queue:
             job = self._queue[0]
-            sequence = self.cache.admit(job.tokens, job.capacity_tokens, job.scope, reuse=job.local_reuse)
+            # A match leaves one of the tokens that are shown to it: so no more is reused than was asked for.
+            shown = job.length if job.local_at_most is None else min(job.length, job.local_at_most + 1)
+            sequence = self.cache.admit(job.tokens[:shown], job.capacity_tokens, job.scope, reuse=job.local_reuse)
             if sequence is None:
                 return
             self._queue.popleft()
+            sequence.append(job.tokens[shown:])
             job.sequence = sequence
             job.tables = sequence.page_tables()
             job.computed = sequence.local_tokens
+            self._quarantine.opened(job.request_id)
             job.admitted.set()
 
     async def _fill_from_pool(self, job: Job, sequence: PagedSequence) -> None:
@@ -151,6 +162,7 @@ class Engine:
         offer = await job.request.lookup(sequence.local_tokens)
         asked = anyio.current_time()
         job.lookup_s = asked - began
+        job.lookup_outcome = offer.outcome
         if not offer.tokens:
             return
         load = job.request.reserve(offer, offer.tokens, job.tables)
@@ -159,22 +171,46 @@ class Engine:
         except LoadFailed as failure:
             # The pages are ours again and hold nothing; they stay booked, and the prompt is computed behind the local match.
             job.load_failure = failure.reason
+            if failure.quarantined:
+                await self._book_others(job, sequence, failure.quarantined)
         else:
             job.from_pool_tokens = completed.tokens
             job.computed += completed.tokens  # and with the first pass others may reuse it
         job.load_s = anyio.current_time() - asked
+        if job.keep_pages and job.from_pool_tokens and any(group.window_tokens for group in self._config.groups):
+            loaded = anyio.current_time()
+            await self._note_pages(job)  # now, while windows hold all that was loaded
+            job.called_at += anyio.current_time() - loaded  # who compares waits for that, and no client does
+
+    async def _book_others(self, job: Job, sequence: PagedSequence, quarantined: PagesPerGroup) -> None:
+        """A call that was given up may still write some of the pages, so none of them is computed in."""
+        self._quarantine.name(job.request_id, quarantined)
+        job.sequence, job.tables, job.admitted = None, (), anyio.Event()
+        self._quarantine.release(job.request_id, sequence)
+        self._queue.appendleft(job)  # it was admitted before anybody who waits
+        self._admit()
+        await job.admitted.wait()
+
+    async def _note_pages(self, job: Job) -> None:
+        """Digest the pages of each whole block; what a window has given back since keeps the digest that it had."""
+        blocks = job.computed // self._config.tokens_per_block
+        digests = await to_thread.run_sync(self._pages.digests, job.tables, blocks)
+        job.page_digests = tuple(
+            tuple(new or old for new, old in zip_longest(now, before, fillvalue=b""))
+            for now, before in zip_longest(digests, job.page_digests, fillvalue=())
+        )
 
     def _leave(self, job: Job) -> None:
         """The caller has its answer, or does not want it any more."""
         self._batch.leave(job)
-        if job.sequence is None:
-            if job in self._queue:
-                self._queue.remove(job)
+        if job in self._queue:
+            self._queue.remove(job)
+        if job.sequence is None and job.request is None:
             self._gone(job)
         else:
-            self._group.start_soon(self._release, job, job.sequence)
+            self._group.start_soon(self._release, job)
 
-    async def _release(self, job: Job, sequence: PagedSequence) -> None:
+    async def _release(self, job: Job) -> None:
         """Give the pages back when neither a pass nor akv touches them any more.
 
         **Cancellation:** the engine is ending; the pages are given back all the same, within the grace.
@@ -184,8 +220,10 @@ class Engine:
                 await job.pass_over.wait()
             try:
                 if job.request is not None:
-                    await (job.request.finished() if job.complete else job.request.cancel())
-                sequence.release()
+                    quarantined = await (job.request.finished() if job.complete else job.request.cancel())
+                    self._quarantine.name(job.request_id, quarantined)
+                if job.sequence is not None:
+                    self._quarantine.release(job.request_id, job.sequence)
             except (ConnectorBroken, NotOpenError):
                 # Nobody can say any more what still reads the pages, so they stay booked. The batch surfaces the fault.
                 await checkpoint()
@@ -229,6 +267,8 @@ async def open_engine(
         async with anyio.create_task_group() as group:
             engine = Engine(config, model, pages, kv, group)
             group.start_soon(engine._batch.run)
+            if kv is not None:
+                group.start_soon(engine._quarantine.follow, kv, engine._admit)
             try:
                 yield engine
             finally:

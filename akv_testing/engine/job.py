@@ -34,11 +34,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     lookup_s: float
     load_s: float
+    #: What the lookup found, as akv names it; empty if the pool was not asked.
+    lookup_outcome: str = ""
     #: Why the load failed, one word, and the whole prompt behind the local match was computed; empty if none failed.
     load_failure: str = ""
     #: With `keep_logits`: the logits of each generated step, (generated tokens, vocabulary), on the CPU.
     logits: Tensor | None = None
-    #: With `keep_pages`: per layer group, a digest of the page of each whole block that has KV (`Pages.digests`).
+    #: With `keep_pages`: per layer group, a digest of the page of each whole block that has KV (`Pages.digests`). Pages that a
+    #: window gave back are there as they were when they had been loaded, and empty if they were not.
     page_digests: tuple[tuple[bytes, ...], ...] = ()
     #: The request's page table for each layer group. The pages may be another request's by now.
     page_tables: PageTables = ()
@@ -77,6 +80,9 @@ class Job:
         self.scope = scope
         self.local_reuse = local_reuse
         self.keep_logits = keep_logits
+        self.keep_pages = False
+        #: Tokens that local reuse takes at most; None for as many as there are.
+        self.local_at_most: int | None = None
         self.called_at = anyio.current_time()
         #: Ends `generate()` when the engine closes.
         self.stop = anyio.CancelScope()
@@ -92,6 +98,7 @@ class Job:
         #: Tokens whose KV lies in the pages.
         self.computed = 0
         self.from_pool_tokens = 0
+        self.lookup_outcome = ""
         self.load_failure = ""
         self.logits: list[Tensor] = []
         self.page_digests: tuple[tuple[bytes, ...], ...] = ()
@@ -130,6 +137,7 @@ class Job:
             queue_s=self.queue_s,
             lookup_s=self.lookup_s,
             load_s=self.load_s,
+            lookup_outcome=self.lookup_outcome,
             load_failure=self.load_failure,
             logits=torch.stack(self.logits) if self.logits else None,
             page_digests=self.page_digests,

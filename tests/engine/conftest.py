@@ -13,7 +13,7 @@ from akv.connector import Connector, open_connector
 from akv.device import open_torch_device
 from akv.ports import Ports
 from akv_testing.calls import FakeRunner
-from akv_testing.engine import TINY, Engine, EngineConfig, Model, Pages, open_engine
+from akv_testing.engine import TINY, Engine, EngineConfig, Model, Pages, capabilities_of, open_engine
 from akv_testing.engine.pages import DTYPES
 from akv_testing.pool import FakePool
 from akv_testing.pytest_backends import real_backends
@@ -74,8 +74,9 @@ def served(model: Model) -> OpenServed:
             "shutdown_deadline_s": 100.0,
             **changed,
         }
+        capabilities = capabilities_of(config)
         async with (
-            open_connector(settings, pages.layout, pages.caches, ports=ports) as kv,
+            open_connector(settings, pages.layout, pages.caches, capabilities=capabilities, ports=ports) as kv,
             open_engine(config, model=weights, pages=pages, kv=kv) as engine,
         ):
             yield Served(engine, kv, pool, runner, pages)

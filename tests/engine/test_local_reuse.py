@@ -220,3 +220,20 @@ async def test_M8_a_pass_that_fails_ends_the_engine_with_its_error(
     assert ended == [EngineClosed]
     assert engines[0].cache.check() == []
     assert engines[0].cache.available_blocks == 64
+
+
+async def test_a_request_resumes_no_later_than_it_is_told_to(config: EngineConfig, model: Model) -> None:
+    async with open_engine(config, model=model) as engine:
+        cold = await engine.generate("cold", TOKENS, max_new_tokens=3, keep_logits=True)
+        for at_most in (0, 8, 32, 39, 88, 1000):
+            again = await engine.generate(
+                f"at most {at_most}", TOKENS, max_new_tokens=3, local_at_most=at_most, keep_logits=True
+            )
+            assert again.local_tokens == min(at_most // 8 * 8, 88)
+            assert again.tokens == cold.tokens
+            if at_most in (0, 32):  # where a chunk of the cold run ends
+                assert again.logits is not None
+                assert cold.logits is not None
+                assert torch.equal(again.logits, cold.logits)
+        await engine.settled()
+        assert engine.cache.check() == []
