@@ -131,11 +131,14 @@ def _cut(blocks: list[range], first: int, end: int) -> list[range]:
 
 
 def _joined(*blocks: range) -> list[range]:
-    """These ascending ranges without the empty ones, those that meet or overlap as one: no block is counted twice."""
+    """These ranges without the empty ones, those that meet or overlap as one: no block is counted twice.
+
+    None may begin or end before the one that it follows.
+    """
     joined: list[range] = []
     for some in filter(None, blocks):
         if joined and some.start <= joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, some.stop))
+            joined[-1] = range(joined[-1].start, some.stop)
         else:
             joined.append(some)
     return joined

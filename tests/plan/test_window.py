@@ -63,7 +63,10 @@ def test_W1_stale_begins_behind_the_sinks_that_have_begun_also_where_nothing_is_
             token // tokens_per_block for token in range(sinks) if token // tokens_per_block * tokens_per_block < history
         }
         for window in (0, *WINDOWS):
-            assert stale_blocks(history, window, sinks, tokens_per_block).start == len(sinks_begun)
+            stale = stale_blocks(history, window, sinks, tokens_per_block)
+            assert stale.start == len(sinks_begun)
+            # Where it ends is where the tail begins, which is never inside the sinks.
+            assert stale.stop >= stale.start
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 3, 8])
