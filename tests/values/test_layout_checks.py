@@ -105,6 +105,13 @@ def test_W9_a_kind_of_attention_that_cannot_be_served_is_refused_by_name(
     assert raised.value.fix in str(raised.value)
 
 
+@pytest.mark.parametrize("layout", [None, {"tokens_per_block": 32}, Layout])
+def test_K4_a_layout_is_a_struct(layout: Any) -> None:
+    with pytest.raises(SettingsError) as raised:
+        check_layout(layout)
+    assert (raised.value.field, raised.value.value) == ("layout", type(layout).__name__)
+
+
 def test_W1_only_a_sliding_window_forgets() -> None:
     assert not GROUP.is_window
     assert msgspec.structs.replace(GROUP, attention="sliding_window", window_tokens=1).is_window
