@@ -4,7 +4,8 @@ Pure and synchronous: one owner calls it, nothing here waits, nothing knows a de
 which block; the engine's tensors hold the bytes. Read `cache.py` first.
 """
 
+from akv.host.booking import Window
 from akv.host.cache import PagedCache
 from akv.host.sequence import Hold, PagedSequence
 
-__all__ = ["Hold", "PagedCache", "PagedSequence"]
+__all__ = ["Hold", "PagedCache", "PagedSequence", "Window"]

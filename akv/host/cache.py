@@ -1,15 +1,23 @@
 """A paged KV cache for engines that have none: who holds which page, and which computed prefix can be reused (H1).
 
-It books pages, it moves no bytes. Full attention: a sequence holds all its blocks from admission to release.
+It books pages, it moves no bytes. In groups of full attention a sequence holds all its blocks from admission to release. In
+window groups it holds what a pass reads and writes, out of a count that is booked for it (`booking.py`).
 """
 
 from collections.abc import Sequence
 
 from akv.errors import EngineContractError, SettingsError
+from akv.host.booking import Attention, WindowRule
+from akv.host.check import inconsistencies
 from akv.host.holding import Holdings
 from akv.host.pages import Block
+from akv.host.quarantine import Quarantine
+from akv.host.reuse import resumable_blocks
 from akv.host.sequence import PagedSequence
+from akv.host.window_pool import WindowPool, WindowTable
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
+from akv.units import PageIndex
+from akv.values.messages import PagesPerGroup
 from akv.values.scope import EMPTY_SCOPE, Scope
 
 
@@ -19,24 +27,66 @@ class PagedCache:
     All methods are synchronous and belong to one owner (the engine's loop); none of them waits or calls back.
     """
 
-    def __init__(self, tokens_per_block: int, page_counts: Sequence[int]) -> None:
-        """`page_counts`: pages in each layer group's cache, in the order of the layout. Raises SettingsError."""
+    def __init__(
+        self,
+        tokens_per_block: int,
+        page_counts: Sequence[int],
+        groups: Sequence[Attention] | None = None,
+        *,
+        retention_tokens: int = 0,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        """`page_counts`: pages in each layer group's cache, in the order of the layout.
+
+        `groups`: how far back each group reads, `layout.groups` say; None: all of them without bound. `retention_tokens`: how
+        far behind the window its pages stay (W4); a server that saves to a pool wants the larger of its rewind and T.
+        `chunk_tokens`: tokens of one sequence that are prepared and not committed at most, so what one pass computes of it (of
+        several passes, where they are prepared ahead). It bounds what a window group needs; None for no bound: then windows
+        are booked whole, like full attention.
+
+        Raises SettingsError (fault of the embedding engine).
+        """
         if tokens_per_block < 1:
             raise SettingsError("tokens_per_block", tokens_per_block, "a block holds at least one token", "Use 32, say.")
         if not page_counts or min(page_counts) < 1:
             raise SettingsError("page_counts", tuple(page_counts), "every group has a page", "Count the pages of each group.")
+        if retention_tokens < 0:
+            raise SettingsError("retention_tokens", retention_tokens, "there are no fewer tokens", "Use 0 for none.")
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise SettingsError("chunk_tokens", chunk_tokens, "a pass computes at least one token", "Use None for no bound.")
         self.tokens_per_block = tokens_per_block
         self.page_counts = tuple(page_counts)
-        self._holdings = Holdings(page_counts)
+        #: Tokens behind the window for which window pages stay: what `EngineCapabilities` is to declare.
+        self.window_retention_tokens = retention_tokens
+        windows = _windows(groups or (), self.page_counts)
+        rules = [
+            WindowRule(group, window, sinks, tokens_per_block, retention_tokens, chunk_tokens)
+            for group, (window, sinks) in windows.items()
+        ]
+        self._holdings = Holdings(page_counts, rules)
+        self._quarantine = Quarantine(self._holdings)
 
     @property
     def free_pages(self) -> tuple[int, ...]:
         """Pages of each group that hold nothing."""
-        return self._holdings.free.counts()
+        return tuple(map(len, self.free_page_lists()))
+
+    def free_page_lists(self) -> tuple[tuple[PageIndex, ...], ...]:
+        """The pages of each group that hold nothing: whatever is written into them harms nobody. For tests."""
+        return self._holdings.free_pages()
+
+    @property
+    def available_pages(self) -> tuple[int, ...]:
+        """Pages of each group that an admission can get at this moment; of a window group, those that nobody has booked."""
+        unbooked = {pool.rule.group: pool.unbooked for pool in self._holdings.pools}
+        return tuple(
+            unbooked[group] if group in unbooked else free + self._holdings.tree.idle
+            for group, free in enumerate(self.free_pages)
+        )
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that an admission can get at this moment: free, or cached and held by nobody."""
+        """Blocks of full attention that an admission can get at this moment: free, or cached and held by nobody."""
         return self._holdings.available
 
     @property
@@ -50,12 +100,16 @@ class PagedCache:
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens fits into the empty cache: if not, waiting for pages is in vain."""
-        return self.blocks_for(tokens) <= min(self.page_counts)
+        blocks = self.blocks_for(tokens)
+        return all(blocks <= self.page_counts[group] for group in self._holdings.full) and all(
+            pool.rule.pages_for_passes(blocks) <= pool.count for pool in self._holdings.pools
+        )
 
     def match(self, tokens: Tokens, scope: Scope = EMPTY_SCOPE) -> int:
         """How many tokens `admit()` would find computed at this moment, a multiple of T. Takes no hold.
 
         At most floor((n - 1)/T) blocks count, so at least one token is left to compute: its logits are what is asked for.
+        With window groups it is the latest end at which they have their sinks and their window (W2), possibly none.
         A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
         Raises TokenError for a token outside int64.
         """
@@ -68,6 +122,7 @@ class PagedCache:
 
         What is already computed is shared, the rest comes from free pages and, if these are short, from evicted blocks,
         least recently used leaf first. `reuse=False` neither shares nor leaves anything for others (cold runs).
+        In window groups a count is booked, and pages come with `PagedSequence.prepare()`, which therefore never fails.
         None says nothing about the future: `fits()` does. Raises EngineContractError for an empty sequence or a capacity
         below its length, TokenError for a token outside int64.
         """
@@ -76,24 +131,75 @@ class PagedCache:
         if not 0 < length <= capacity_tokens:
             raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {capacity_tokens}")
         matched = self._match(encoded, scope) if reuse else []
+        blocks = self.blocks_for(capacity_tokens)
+        bookings = [_booking(pool, blocks, len(matched)) for pool in self._holdings.pools]
+        if any(booking > pool.unbooked for booking, pool in zip(bookings, self._holdings.pools, strict=True)):
+            return None
         self._holdings.hold(matched)  # before taking: what is about to be shared must not be evicted for the rest
-        fresh = self._holdings.take(self.blocks_for(capacity_tokens) - len(matched))
+        fresh = self._holdings.take(blocks - len(matched))
         if fresh is None:
             self._holdings.let_go(matched)
             return None
-        return PagedSequence(self._holdings, self.tokens_per_block, scope, encoded, matched, fresh, reuse=reuse)
+        tables = [WindowTable(pool, booked) for pool, booked in zip(self._holdings.pools, bookings, strict=True)]
+        for table in tables:
+            for needed in table.pool.rule.needed(len(matched)):
+                table.share(needed, matched)
+        return PagedSequence(
+            self._holdings,
+            self._quarantine,
+            self.tokens_per_block,
+            scope,
+            encoded,
+            matched,
+            fresh,
+            tables,
+            reuse=reuse,
+        )
+
+    def pages_released(self, pages: PagesPerGroup) -> None:
+        """Nothing touches these pages any more: what `PagesReleased.pages` names, for each layer group.
+
+        Pages that are not in quarantine are ignored: akv may release pages before their sequence is. Two sequences that shared
+        a page may both have released it as quarantined; each of them needs a call then.
+        """
+        self._quarantine.released(pages)
 
     def evict_idle(self) -> int:
         """Forget every cached block that nobody holds; returns how many. For new weights, and for measuring cold runs."""
         idle = self._holdings.tree.idle
         self._holdings.evict(idle)
+        for pool in self._holdings.pools:
+            pool.forget_idle()  # those too whose blocks somebody holds
         return idle
 
     def check(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. Walks everything: for tests and for post-mortems."""
-        return self._holdings.check()
+        return inconsistencies(self._holdings)
 
     def _match(self, encoded: bytes, scope: Scope) -> list[Block]:
         size = self.tokens_per_block * TOKEN_BYTES
         most = (len(encoded) // TOKEN_BYTES - 1) // self.tokens_per_block
-        return self._holdings.tree.match(scope, [encoded[at : at + size] for at in range(0, most * size, size)])
+        chain = self._holdings.tree.match(scope, [encoded[at : at + size] for at in range(0, most * size, size)])
+        return chain[: resumable_blocks(chain, [pool.rule for pool in self._holdings.pools])]
+
+
+def _booking(pool: WindowPool, capacity_blocks: int, local_blocks: int) -> int:
+    """Pages of a window group for one sequence; those for a load beside a local match only if there are so many at all."""
+    for_load = pool.rule.pages_for_load(capacity_blocks, local_blocks)
+    return max(pool.rule.pages_for_passes(capacity_blocks), min(for_load, pool.count))
+
+
+def _windows(groups: Sequence[Attention], page_counts: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """W and S of each window group, by its index."""
+    if groups and len(groups) != len(page_counts):
+        raise SettingsError("groups", len(groups), f"there are pages of {len(page_counts)} layer groups", "Give one for each.")
+    for index, group in enumerate(groups):
+        window, sinks = group.window_tokens, group.sink_tokens
+        if window < 0 or sinks < 0 or (sinks and not window):
+            raise SettingsError(
+                f"groups[{index}]",
+                (window, sinks),
+                "a window holds at least one token, and full attention has no sinks",
+                "Use window_tokens=0 for full attention.",
+            )
+    return {index: (group.window_tokens, group.sink_tokens) for index, group in enumerate(groups) if group.window_tokens}

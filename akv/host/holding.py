@@ -1,21 +1,28 @@
 """Who holds which block, and what becomes of a block that nobody holds: the one place where pages change hands."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from akv.host.booking import WindowRule
 from akv.host.pages import Block, FreePages
 from akv.host.tree import BlockTree
+from akv.host.window_pool import WindowPool, WindowTable
+from akv.units import PageIndex
 
 
 class Holdings:
     """Every page is in one of three places: free, in a block that rests in the tree, or in a block that somebody holds."""
 
-    def __init__(self, page_counts: Sequence[int]) -> None:
-        self.free = FreePages(page_counts)
+    def __init__(self, page_counts: Sequence[int], rules: Sequence[WindowRule] = ()) -> None:
+        """`page_counts`: of every layer group; `rules`: of those that are window groups."""
+        #: The window groups, in the order of the layout.
+        self.pools = [WindowPool(rule, at, page_counts[rule.group]) for at, rule in enumerate(rules)]
+        #: The layer groups of full attention, in the order of the layout.
+        self.full = [group for group in range(len(page_counts)) if group not in {rule.group for rule in rules}]
+        self.free = FreePages([page_counts[group] for group in self.full], len(self.pools))
         self.tree = BlockTree()
-        self._page_counts = tuple(page_counts)
-        #: The blocks of each live holder. Only `check()` needs them: the counts in the blocks are what decides.
-        self._held: dict[int, list[Block]] = {}
+        self.page_counts = tuple(page_counts)
+        #: The blocks and window pages of each live holder.
+        self.held: dict[int, tuple[list[Block], list[WindowTable]]] = {}
         self._next = 0
 
     @property
@@ -23,19 +30,27 @@ class Holdings:
         """Blocks that can be had now: free, or idle in the tree."""
         return self.free.blocks + self.tree.idle
 
-    def register(self, blocks: list[Block]) -> int:
-        """Note that somebody holds these blocks (each once, each after the one it follows); returns the holder."""
+    def free_pages(self) -> tuple[tuple[PageIndex, ...], ...]:
+        """The free pages of every layer group."""
+        by_group = dict(zip(self.full, self.free.pages(), strict=True)) | {pool.rule.group: pool.free for pool in self.pools}
+        return tuple(tuple(by_group[group]) for group in range(len(self.page_counts)))
+
+    def register(self, blocks: list[Block], tables: list[WindowTable]) -> int:
+        """Note that somebody holds these blocks (each once, each after the one it follows) and tables; returns the holder."""
         self._next += 1
-        self._held[self._next] = blocks
+        self.held[self._next] = blocks, tables
         return self._next
 
     def is_live(self, holder: int) -> bool:
         """Whether that holder has not let go."""
-        return holder in self._held
+        return holder in self.held
 
     def release(self, holder: int) -> None:
-        """End a holder: let go of all its blocks. Idempotent."""
-        self.let_go(self._held.pop(holder, []))
+        """End a holder: let go of all its blocks and window pages. Idempotent."""
+        blocks, tables = self.held.pop(holder, ([], []))
+        for table in tables:
+            table.release()
+        self.let_go(blocks)
 
     def take(self, blocks: int) -> list[Block] | None:
         """New blocks, held once, from free pages, then from evicted ones; None, and nothing changed, if there are too few."""
@@ -53,6 +68,10 @@ class Holdings:
     def evict(self, blocks: int) -> None:
         """Free the pages of so many idle blocks; the caller has looked that there are as many."""
         for block in self.tree.evict(blocks):
+            for pool in self.pools:
+                page = block.windows[pool.position]
+                if page is not None:  # idle as its block is: whoever holds a page in the tree holds the block too
+                    pool.forget(page)
             self.free.give(block)
 
     def hold(self, blocks: Iterable[Block]) -> None:
@@ -72,28 +91,5 @@ class Holdings:
                 self.tree.rested(block)
             else:
                 self.free.give(block)
-
-    def check(self) -> list[str]:
-        """What is inconsistent, in words; empty when all is well."""
-        wrong: list[str] = []
-        held = Counter(id(block) for blocks in self._held.values() for block in blocks)
-        cached = list(self.tree)
-        known = {id(block): block for blocks in [*self._held.values(), cached] for block in blocks}
-        for block in known.values():
-            if block.holders != held[id(block)]:
-                wrong.append(f"block {block.pages} counts {block.holders} holders and has {held[id(block)]}")
-            if isinstance(block.parent, Block) and block.holders and not block.parent.holders:
-                wrong.append(f"block {block.pages} is held and the block before it is not")
-        if len(cached) != self.tree.blocks:
-            wrong.append(f"the tree counts {self.tree.blocks} blocks and has {len(cached)}")
-        idle = sum(not block.holders for block in cached)
-        if idle != self.tree.idle:
-            wrong.append(f"the tree counts {self.tree.idle} idle blocks and has {idle}")
-        for group, free in enumerate(self.free.pages()):
-            used = Counter(free)
-            used.update(block.pages[group] for block in known.values())
-            twice = sorted(page for page, owners in used.items() if owners > 1)
-            lost = sorted(set(range(self._page_counts[group])) - set(used))
-            if twice or lost:
-                wrong.append(f"group {group}: pages with two owners {twice}, pages lost {lost}")
-        return wrong
+        if not self.full:
+            self.tree.prune()

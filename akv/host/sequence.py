@@ -1,31 +1,58 @@
-"""A request's pages, from admission to release."""
+"""A request's pages, from admission to release.
+
+With full attention alone: `commit()` after each pass, `release()` at the end. With window groups each pass is prepared first,
+and so is a load from a pool:
+
+    sequence.prepare(upto)         # window pages for the blocks that the pass will write
+    ... the pass, with sequence.page_tables() ...
+    sequence.commit(upto)          # what the windows left behind is free
+
+    if sequence.prepare_load(resume_at):
+        ... the load, with sequence.page_tables() ...
+        sequence.commit(resume_at)              # or, when it failed: sequence.rewind(sequence.local_tokens)
+"""
 
 from akv.errors import EngineContractError
 from akv.host.holding import Holdings
 from akv.host.pages import Block
+from akv.host.quarantine import Quarantine
+from akv.host.window_pool import WindowTable
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
-from akv.units import PageIndex
+from akv.units import NO_PAGE, PageIndex
+from akv.values.messages import PagesPerGroup
 from akv.values.scope import Scope
 
 
 class Hold:
     """Keeps a sequence's pages from being evicted, freed or reused after the sequence itself was released."""
 
-    def __init__(self, holdings: Holdings, blocks: list[Block]) -> None:
+    def __init__(self, holdings: Holdings, quarantine: Quarantine, blocks: list[Block], tables: list[WindowTable]) -> None:
         self._holdings = holdings
-        self._holder = holdings.register(blocks)
+        self._quarantine = quarantine
+        self._held = blocks
+        self._windows = tables
+        self._holder = holdings.register(blocks, tables)
 
     @property
     def released(self) -> bool:
         """Whether it holds nothing any more."""
         return not self._holdings.is_live(self._holder)
 
-    def release(self) -> None:
+    def release(self, quarantined: PagesPerGroup = ()) -> None:
         """Let go of every block. Computed ones stay for reuse until their pages are needed; others are free. Idempotent.
 
         Only when nobody reads or writes the pages through this holder any more: the pass that used them is over, and the
         connector said so (`finished()` or `cancel()` returned, or the load is terminal). Else take a `hold()` first.
+
+        `quarantined`: pages of each layer group that a store call may still touch, as the connector names them. They are
+        neither free nor matched until `PagedCache.pages_released()` names them (D2). Raises EngineContractError if one of them
+        is not held here, or if this was released before; nothing is released then.
         """
+        if self.released:
+            if any(quarantined):
+                raise EngineContractError("pages are named too late: they were released and may be another request's by now")
+            return
+        self._quarantine.keep(self._held, self._windows, quarantined)
         self._holdings.release(self._holder)
 
 
@@ -35,16 +62,17 @@ class PagedSequence(Hold):
     def __init__(
         self,
         holdings: Holdings,
+        quarantine: Quarantine,
         tokens_per_block: int,
         scope: Scope,
         encoded: bytes,
         matched: list[Block],
         fresh: list[Block],
+        tables: list[WindowTable],
         *,
         reuse: bool,
     ) -> None:
-        self._held = matched + fresh
-        super().__init__(holdings, self._held)
+        super().__init__(holdings, quarantine, matched + fresh, tables)
         self._tokens_per_block = tokens_per_block
         self._scope = scope
         self._encoded = bytearray(encoded)
@@ -53,9 +81,16 @@ class PagedSequence(Hold):
         #: The tree's block for each whole block committed so far. Not always ours: when two sequences compute equal tokens
         #: at the same time, the first one's block stands in the tree and ours stays private.
         self._path = list(matched)
-        self._groups = len(self._table[0].pages)
         #: Tokens found computed at admission, a multiple of T.
         self.local_tokens = len(matched) * tokens_per_block
+        #: Tokens whose KV is known to lie in the pages.
+        self.computed_tokens = self.local_tokens
+        #: Tokens up to which window groups have pages.
+        self._prepared = self.local_tokens
+        #: Where a load that is prepared, and has not ended, will let the sequence resume.
+        self._loading: int | None = None
+        #: Whether a hold was taken, which may keep window pages that this sequence gives back.
+        self._followed = False
 
     @property
     def tokens(self) -> int:
@@ -68,19 +103,96 @@ class PagedSequence(Hold):
         return len(self._table) * self._tokens_per_block
 
     def page_tables(self) -> tuple[tuple[PageIndex, ...], ...]:
-        """For each layer group, the page of block i at position i: what `Scheduled.pages` and `Request.reserve()` take."""
-        return tuple(tuple(block.pages[group] for block in self._table) for group in range(self._groups))
+        """For each layer group, the page of block i at position i: what `Scheduled.pages` and `Request.reserve()` take.
+
+        -1 where a window group has no page: not yet, or not any more. Every other method here may change that.
+        """
+        tables = dict(zip(self._holdings.full, zip(*(block.pages for block in self._table), strict=True), strict=False))
+        for table in self._windows if self._table else ():
+            pages = [NO_PAGE] * len(self._table)
+            for number, page in table.pages.items():
+                pages[number] = page.page
+            tables[table.pool.rule.group] = tuple(pages)
+        return tuple(tables.get(group, ()) for group in range(len(self._holdings.page_counts)))
 
     def append(self, tokens: Tokens) -> None:
         """Add confirmed tokens. Raises TokenError for one outside int64; nothing is added then."""
         self._refuse_if_released()
         self._encoded += encode_confirmed(tokens, self.tokens)
 
+    def prepare(self, upto_tokens: int) -> None:
+        """Have a page for every block that a pass writes which computes from `computed_tokens` up to here. Idempotent.
+
+        What it takes is booked, so there is always a page. A pass that never ran is prepared again. Without window groups
+        there is nothing to do, and the call may be left out. Raises EngineContractError for less than is computed or more than
+        there are pages for; with window groups also for more than the cache's `chunk_tokens`, while a prepared load has not
+        been ended by `commit()` or `rewind()`, and after `hold()`.
+        """
+        self._refuse_if_released()
+        if not self.computed_tokens <= upto_tokens <= self.capacity_tokens:
+            raise EngineContractError(
+                f"a pass cannot compute up to {upto_tokens} tokens: {self.computed_tokens} are computed, and there are pages "
+                f"for {self.capacity_tokens}"
+            )
+        self._refuse_if_followed()
+        if self._windows and self._loading is not None:
+            raise EngineContractError(
+                f"a load to resume at {self._loading} tokens is prepared: commit({self._loading}) when it is LOADED, rewind() "
+                "when it failed"
+            )
+        for table in self._windows:
+            chunk = table.pool.rule.chunk_tokens
+            if chunk is not None and upto_tokens - self.computed_tokens > chunk:
+                raise EngineContractError(
+                    f"{upto_tokens - self.computed_tokens} tokens are to be prepared at once: the cache books windows for "
+                    f"chunk_tokens={chunk}"
+                )
+        for table in self._windows:
+            table.fill(range(self.computed_tokens // self._tokens_per_block, self._blocks(upto_tokens)))
+        self._prepared = max(self._prepared, upto_tokens)
+
+    def prepare_load(self, tokens: int) -> bool:
+        """Have a page for every block that a load writes which lets the sequence resume at `tokens` (W8). Idempotent.
+
+        What is computed stays, with its windows, in case the load fails. False, and nothing was taken, if a window group has
+        too few pages for both: compute instead, honour nothing. Right after admission it has enough if nothing was matched,
+        or if there are as many pages as its sinks and two windows take. For another number only while no load is under way.
+
+        Then `commit(tokens)` when it is LOADED, which also lets go of what is stale there (W3); `rewind(local_tokens)` when it
+        failed and its pages are free. Raises EngineContractError for a place that is no start of a block in what is known, is
+        computed already or has no pages, and after `hold()`.
+        """
+        self._refuse_if_released()
+        self._refuse_if_followed()
+        size = self._tokens_per_block
+        known = min(self.tokens, self.capacity_tokens)
+        if tokens % size or self.computed_tokens % size or not self.computed_tokens <= tokens <= known:
+            raise EngineContractError(
+                f"a load cannot resume at {tokens} tokens: {self.computed_tokens} are computed, {known} are known and have "
+                f"pages, and blocks of {size} tokens are loaded whole"
+            )
+        if tokens == self._loading:
+            return True
+        self.rewind(self.computed_tokens)
+        if tokens == self.computed_tokens:
+            return True
+        for table in self._windows:
+            wanted = table.pool.rule.to_load(self.computed_tokens // size, tokens // size)
+            if len(table.pages) + sum(map(len, wanted)) > table.booked:
+                return False
+        for table in self._windows:
+            for blocks in table.pool.rule.to_load(self.computed_tokens // size, tokens // size):
+                table.fill(blocks)
+        self._loading = tokens
+        return True
+
     def commit(self, computed_tokens: int) -> None:
         """Say that the KV of the first `computed_tokens` tokens lies in the pages: whole blocks become reusable by others.
 
-        Call it after the pass that computed them, or when a load is LOADED; never for pages that a failed load may have
-        touched. Raises EngineContractError if more is claimed than there are tokens or pages.
+        Call it after the pass that computed them, when the connector's `after_forward()` has returned, or when a load is
+        LOADED; never for pages that a failed load may have touched. Window pages that are stale at `computed_tokens` less the
+        cache's retention are given back (W1, W4), and are anybody's at once. Raises EngineContractError if more is claimed
+        than there are tokens or pages, or than was prepared.
         """
         self._refuse_if_released()
         if not 0 <= computed_tokens <= min(self.tokens, self.capacity_tokens):
@@ -88,41 +200,111 @@ class PagedSequence(Hold):
                 f"{computed_tokens} tokens cannot have been computed: the sequence has {self.tokens} and pages for "
                 f"{self.capacity_tokens}"
             )
-        if not self._reuse:
-            return
-        size = self._tokens_per_block * TOKEN_BYTES
-        for number in range(len(self._path), computed_tokens // self._tokens_per_block):
-            key = bytes(self._encoded[number * size : (number + 1) * size])
-            before = self._path[-1] if self._path else None
-            own = self._table[number]
-            resident = self._holdings.tree.insert(self._scope, before, key, own)
-            if resident is not own:
-                # Held although we do not read it: what we insert behind it must not outlive it (the tree's invariant).
-                self._holdings.hold([resident])
-                self._held.append(resident)
-            self._path.append(resident)
+        if self._windows and computed_tokens > self.computed_tokens:
+            self._refuse_if_unprepared(computed_tokens)
+        self.computed_tokens = max(self.computed_tokens, computed_tokens)
+        for table in self._windows:
+            table.retire(table.pool.rule.released(self.computed_tokens))
+            if self._loading == self.computed_tokens:
+                table.retire(table.pool.rule.stale(self._loading))
+        if self._loading is not None and self._loading <= self.computed_tokens:
+            self._loading = None
+        if self._reuse:
+            self._offer(self.computed_tokens // self._tokens_per_block)
+
+    def rewind(self, tokens: int) -> None:
+        """Go back: what is computed next begins at `tokens`. Window pages of the blocks behind are given back, others stay.
+
+        For a load that failed, and for tokens that are taken back; when nothing reads or writes those pages any more. Raises
+        EngineContractError for more than is computed, for less than others may share already (whole blocks that were
+        committed), and where a window has been given back.
+        """
+        self._refuse_if_released()
+        shared = len(self._path) * self._tokens_per_block
+        if not shared <= tokens <= self.computed_tokens:
+            raise EngineContractError(
+                f"cannot go back to {tokens} tokens: {self.computed_tokens} are computed, and others may share "
+                f"the first {shared}"
+            )
+        for table in self._windows:
+            if any(table.lacking(blocks) for blocks in table.pool.rule.kept(tokens)):
+                raise EngineContractError(
+                    f"cannot go back to {tokens} tokens: layer group {table.pool.rule.group} has given back what is read there"
+                )
+        for table in self._windows:
+            table.rewind(self._blocks(tokens))
+        self.computed_tokens = self._prepared = tokens
+        self._loading = None
 
     def grow(self, capacity_tokens: int) -> bool:
         """Book further pages, up to `capacity_tokens` in all; False if they are not there: nothing was taken then."""
         self._refuse_if_released()
-        fresh = self._holdings.take(max(0, -(-capacity_tokens // self._tokens_per_block) - len(self._table)))
+        blocks = max(len(self._table), self._blocks(capacity_tokens))
+        bookings = [max(table.booked, table.pool.rule.pages_for_passes(blocks)) for table in self._windows]
+        for table, booking in zip(self._windows, bookings, strict=True):
+            if booking - table.booked > table.pool.unbooked:
+                return False
+        fresh = self._holdings.take(blocks - len(self._table))
         if fresh is None:
             return False
+        for table, booking in zip(self._windows, bookings, strict=True):
+            table.book(booking)
         self._table.extend(fresh)
         self._held.extend(fresh)
         return True
 
     def hold(self) -> Hold:
-        """A second holder of all present blocks, for a reader that outlives the sequence (saves after the request's end)."""
-        self._refuse_if_released()
-        self._holdings.hold(self._held)
-        return Hold(self._holdings, list(self._held))
+        """A second holder of all present pages, for a reader that outlives the sequence (saves after the request's end).
 
-    def release(self) -> None:
+        With window groups it is the sequence's last act but `release()`: it cannot be prepared for anything afterwards, since
+        pages that it would give back are still held.
+        """
+        self._refuse_if_released()
+        self._followed = True
+        self._holdings.hold(self._held)
+        return Hold(self._holdings, self._quarantine, list(self._held), [table.copy() for table in self._windows])
+
+    def release(self, quarantined: PagesPerGroup = ()) -> None:
         """As `Hold.release()`; the page tables are empty afterwards."""
-        super().release()
+        super().release(quarantined)
         self._table = []
+
+    def _offer(self, blocks: int) -> None:
+        """Put the first so many blocks into the tree."""
+        size = self._tokens_per_block * TOKEN_BYTES
+        for number in range(len(self._path), blocks):
+            own = self._table[number]
+            if own.barred:
+                return  # named in quarantine by a hold: neither it nor what is behind it is anybody's prefix
+            key = bytes(self._encoded[number * size : (number + 1) * size])
+            resident = self._holdings.tree.insert(self._scope, self._path[-1] if self._path else None, key, own)
+            if resident is not own:
+                # Held although we do not read it: what we insert behind it must not outlive it (the tree's invariant).
+                self._holdings.hold([resident])
+                self._held.append(resident)
+            for table in self._windows:
+                table.offer(number, resident)
+            self._path.append(resident)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._tokens_per_block)
 
     def _refuse_if_released(self) -> None:
         if self.released:
             raise EngineContractError("this sequence was released: its pages may hold another request's KV")
+
+    def _refuse_if_followed(self) -> None:
+        if self._windows and self._followed:
+            raise EngineContractError(
+                "a hold was taken of this sequence: its window pages are not its own to give back any more"
+            )
+
+    def _refuse_if_unprepared(self, computed_tokens: int) -> None:
+        if self._loading is not None and computed_tokens != self._loading:
+            raise EngineContractError(
+                f"{computed_tokens} tokens cannot have been computed: a load to resume at {self._loading} is prepared"
+            )
+        if computed_tokens > (self._loading or self._prepared):
+            raise EngineContractError(
+                f"{computed_tokens} tokens cannot have been computed: prepare() gave window pages for {self._prepared}"
+            )

@@ -32,13 +32,15 @@ class BlockTree:
         self.blocks = 0
         #: Blocks in the tree that nobody holds: exactly those that eviction can give.
         self.idle = 0
+        #: Blocks past which it is worth looking for bare ones.
+        self._prune_past = 64
 
     def match(self, scope: Scope, keys: Sequence[bytes]) -> list[Block]:
-        """The longest chain of cached blocks that these blocks of tokens begin with. Takes no hold."""
+        """The longest chain of cached blocks that these blocks of tokens begin with, whatever their windows. Takes no hold."""
         found: list[Block] = []
         node: Node | None = self._roots.get(_identity(scope))
         for key in keys:
-            if node is None or (child := node.children.get(key)) is None:
+            if node is None or (child := node.children.get(key)) is None or child.barred:
                 break
             found.append(child)
             node = child
@@ -80,6 +82,15 @@ class BlockTree:
                 self._remove(block)
                 evicted.append(block)
         return evicted
+
+    def prune(self) -> None:
+        """Drop idle ends without any page. There are none but in caches without full attention, where nothing evicts them."""
+        if self.blocks <= self._prune_past:
+            return
+        for block in reversed(list(self)):
+            if not (block.holders or block.children or block.pages or any(block.windows)):
+                self._remove(block)
+        self._prune_past = 2 * self.blocks + 64
 
     def __iter__(self) -> Iterator[Block]:
         """Every block, each after the block before it."""
