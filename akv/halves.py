@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from anyio import TASK_STATUS_IGNORED, CancelScope, current_time, move_on_after
 from anyio.abc import TaskGroup, TaskStatus
-from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.errors import DeviceError
@@ -134,12 +134,10 @@ class Halves:
         try:
             if any(order.snapshot for order in planned.plan.saves):
                 await self.worker.snapshot(planned.plan, snapshots)
-            else:
-                await checkpoint_if_cancelled()
         finally:
             # Also when this is cancelled: the pass ran, and its pages hold KV.
             self.scheduler.ran(planned, snapshots)
-        await cancel_shielded_checkpoint()
+        await checkpoint()
 
     def end_plan(self, end: Callable[[], Ended]) -> Ended:
         """End a plan. One that was never made means that passes are misreported: the marks can no longer be trusted (L6)."""

@@ -21,6 +21,7 @@ from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind
 from akv.request import Load, Request
 from akv.units import NO_PAGE
+from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.requests import Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
@@ -40,7 +41,8 @@ class FakeServer:
     """A server process: fakes, settings, and the engine's pages.
 
     `store`: what several servers share; its own by default. `layout`: two layer groups by default. `pages`: pages per group.
-    `slots`: staging slots per direction. `settings`: fields of `akv.Settings` that a test is about.
+    `slots`: staging slots per direction. `host_pages`: the store can reach the pages itself, and the engine keeps pages that
+    are in quarantine. `capabilities`: what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is about.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class FakeServer:
         slots: int = SLOTS,
         latency: Latency | None = None,
         name: str = "server",
+        host_pages: bool = False,
+        capabilities: EngineCapabilities | None = None,
         **settings: Any,
     ) -> None:
         self.layout = tiny_layout(groups=2) if layout is None else layout
-        self.ports = fake_ports(self.layout, pages=pages, store=store, latency=latency, name=name)
+        self.ports = fake_ports(self.layout, pages=pages, store=store, latency=latency, name=name, host_pages=host_pages)
+        self.capabilities = EngineCapabilities(keeps_quarantined_pages=host_pages) if capabilities is None else capabilities
         self.settings: dict[str, Any] = {
             "model_key": "m",
             "pool": "embedded",
@@ -100,7 +105,7 @@ class FakeServer:
 
     def open(self, **settings: Any) -> AbstractAsyncContextManager[Connector]:
         """A connector on the fakes, with `settings` on top of the server's own."""
-        return open_connector(self.settings | settings, self.layout, ports=self.ports)
+        return open_connector(self.settings | settings, self.layout, capabilities=self.capabilities, ports=self.ports)
 
     # -- pages
 

@@ -30,13 +30,13 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeySpace
     groups: int
     #: The window groups among them; the others are full attention.
-    windows: tuple[WindowGroup, ...] = ()
+    windows: tuple[WindowGroup, ...]
     probe_head: int
     probe_chunk: int
     probe_concurrency: int
     #: R, and whether a resumable end is looked for further back than that. Unused without window groups.
-    rewind_tokens: int = 0
-    window_fallback: bool = True
+    rewind_tokens: int
+    window_fallback: bool
     #: Held for every stretch of hashing and of building keys. Many lookups that begin at once then take turns with all other
     #: tasks, and not one turn together (L3).
     turn: Lock

@@ -23,7 +23,7 @@ def reserve(
     pages: Sequence[Sequence[int]],
     page_counts: Sequence[int],
     tokens_per_block: int,
-    windows: Sequence[WindowGroup] = (),
+    windows: Sequence[WindowGroup],
 ) -> tuple[LoadOrder, LoadHold]:
     """Check, take the pages, and name what is to be loaded into them. Raises EngineContractError; then nothing was taken."""
     if (offer.request_id, offer.incarnation) != record.key:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from anyio import CancelScope, get_cancelled_exc_class
+from anyio.lowlevel import checkpoint_if_cancelled
 
 
 async def uncut(wait: Callable[[], Awaitable[object]], done: Callable[[], bool]) -> None:
@@ -20,3 +21,4 @@ async def uncut(wait: Callable[[], Awaitable[object]], done: Callable[[], bool])
             cancellation = error
     if cancellation is not None:
         raise cancellation  # noqa: ASYNC104 - it is one
+    await checkpoint_if_cancelled()
