@@ -1,4 +1,4 @@
-"""What a test does to a fake device's copies: fail, delay, hold, or watch the n-th gather or scatter from now on."""
+"""What a test does to a fake device's copies: fail, delay, hold, or watch the n-th one of a kind from now on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,24 @@ from typing import Literal
 
 from akv_testing.timeline import CopyGate, Work
 
-CopyKind = Literal["gather", "scatter"]
+#: "snapshot" is a snapshot's copy on the execution stream, which the next kernels wait for. Through device slots it is
+#: followed by "carry", the way from there to the host on another stream.
+CopyKind = Literal["gather", "scatter", "snapshot", "carry"]
+
+
+@dataclass(frozen=True)
+class CopyRecord:
+    """One gather, scatter or snapshot, for assertions."""
+
+    kind: CopyKind
+    stream: str
+    group: int
+    pages: tuple[int, ...]
+    offsets: tuple[int, ...]
+    #: When it was queued, in seconds.
+    at: float
+    #: Of a snapshot through device slots: where these are; else empty.
+    via: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

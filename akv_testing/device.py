@@ -11,52 +11,26 @@ does not count.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from akv.errors import NotOpenError
-from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
+from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
 from akv.values.layout import Layout
-from akv_testing.copy_script import CopyKind, CopyScript
+from akv_testing.copy_script import CopyKind, CopyRecord, CopyScript
 from akv_testing.errors import MisuseError
-from akv_testing.memory import FakeHostBuffer, FakePageBuffer
-from akv_testing.races import Actor, Actors
-from akv_testing.timeline import FakeEvent, Timeline, Work, WorkKind
+from akv_testing.memory import FakeDeviceBuffer, FakeHostBuffer, FakePageBuffer, Piece
+from akv_testing.races import Actors
+from akv_testing.timeline import FakeEvent, FakeStream, Timeline, Work, WorkKind
 
 #: What the destination of a copy or kernel holds while it runs, and keeps if it fails.
 TORN = 0xDB
 #: How long a copy or gather takes unless a test says otherwise, in seconds. Not 0: code must wait for its event.
 COPY_S = 0.0005
-
-
-@dataclass(frozen=True)
-class CopyRecord:
-    """One gather or scatter, for assertions."""
-
-    kind: CopyKind
-    stream: str
-    group: int
-    pages: tuple[int, ...]
-    offsets: tuple[int, ...]
-    #: When it was queued, in seconds.
-    at: float
-
-
-class FakeStream:
-    """Implements `akv.ports.device.CopyStream`."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        #: The work that was queued last.
-        self.last: Work | None = None
-
-    @property
-    def name(self) -> str:
-        """For errors and records."""
-        return self.actor.name
+#: Room for device slots unless a test says otherwise.
+DEVICE_BYTES = 1 << 30
 
 
 class FakeDevice:
@@ -64,7 +38,8 @@ class FakeDevice:
 
     `layout`: its page geometry. `page_counts`: pages per group. `now`: the clock. `copy_s`: the duration of a copy in seconds
     given its bytes; a constant by default. `host_pages`: it is a CPU, and `host_region()` gives its pages to the store, whose
-    calls on them are then checked like kernels. `one_memory`: all layer groups lie in one piece of memory.
+    calls on them are then checked like kernels. `one_memory`: all layer groups lie in one piece of memory. `device_bytes`: the
+    room for device slots, None for a device that has none; a CPU has none either.
     """
 
     def __init__(
@@ -76,6 +51,7 @@ class FakeDevice:
         copy_s: Callable[[int], float] = lambda nbytes: COPY_S,
         host_pages: bool = False,
         one_memory: bool = False,
+        device_bytes: int | None = DEVICE_BYTES,
     ) -> None:
         if len(page_counts) != len(layout.groups):
             raise MisuseError(f"{len(page_counts)} page counts for {len(layout.groups)} layer groups")
@@ -95,21 +71,20 @@ class FakeDevice:
             FakePageBuffer(some, name=f"cache {number}", host=self._actors.host, settle=self._timeline.settle)
             for number, some in enumerate([sizes] if one_memory else [[one] for one in sizes])
         ]
-        groups = [pages for memory in self._memories for pages in memory.groups.values()]
-        self._pages = [pages.rows for pages in groups]
-        self._ledgers = [pages.ledger for pages in groups]
+        self._pages = [pages for memory in self._memories for pages in memory.groups.values()]
+        self._device_bytes = None if host_pages else device_bytes
         self._buffers = 0
         self._open = True
 
     @property
     def page_counts(self) -> tuple[int, ...]:
         """Pages in each layer group's cache, in the order of the layout."""
-        return tuple(len(pages) for pages in self._pages)
+        return tuple(len(pages.rows) for pages in self._pages)
 
     @property
     def busy(self) -> int:
         """Copies that are queued or running at this moment."""
-        return len(self._timeline.pending("gather", "scatter"))
+        return len(self._timeline.pending("gather", "scatter", "snapshot", "carry"))
 
     def host_buffer(self, nbytes: int) -> FakeHostBuffer:
         """As the port says; filled with poison."""
@@ -152,13 +127,64 @@ class FakeDevice:
         """As the port says. Raises UnorderedAccess unless it is ordered behind every access of each page."""
         return self._copy("scatter", stream, group, pages, buffer, offsets, after)
 
+    def device_buffer(self, nbytes: int) -> FakeDeviceBuffer | None:
+        """As the port says. What was taken stays taken: `device_bytes` is for all buffers that there ever were."""
+        self._check_open()
+        if self._device_bytes is None:
+            return None
+        if nbytes > self._device_bytes:
+            raise MemoryError(f"the fake device has {self._device_bytes} bytes left for device slots, not {nbytes}")
+        self._device_bytes -= nbytes
+        self._buffers += 1
+        return FakeDeviceBuffer(nbytes, name=f"device buffer {self._buffers}")
+
+    def snapshot(
+        self,
+        stream: CopyStream,
+        group: int,
+        pages: Sequence[int],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        via: DeviceSlots | None,
+    ) -> FakeEvent:
+        """As the port says: pages are read at this point of the execution stream, which goes on when they have been.
+
+        Raises UnorderedAccess unless it is ordered behind every access of the pieces of `buffer` and of the device slots, and
+        behind what others than the execution stream wrote into the pages.
+        """
+        self._check_open()
+        carrier, memory = self._own_memory("snapshot", stream, buffer)
+        self._check_copy("snapshot", group, pages, memory, offsets)
+        through: FakeDeviceBuffer | None = None
+        slots: tuple[int, ...] = ()
+        if via is not None:
+            if not isinstance(via.buffer, FakeDeviceBuffer) or isinstance(via.buffer, FakeHostBuffer):
+                raise MisuseError(f"snapshot through {via.buffer!r}: it must come from device_buffer()")
+            through, slots = via.buffer, tuple(via.offsets)
+            self._check_copy("snapshot", group, pages, through, slots)
+        scripted = self.script.next_copy("snapshot")
+        self.copies.append(CopyRecord("snapshot", stream.name, group, tuple(pages), tuple(offsets), self._now(), slots))
+        sources, targets = self._page_pieces(group, pages), self._memory_pieces(group, memory, offsets)
+        if through is None:
+            self._move("snapshot", self._execution, sources, targets, scripted)
+            return self._event(self._execution)
+        carried, between = self.script.next_copy("carry"), self._memory_pieces(group, through, slots)
+        copied = self._move("snapshot", self._execution, sources, between, scripted)
+
+        def apply(work: Work) -> None:
+            carried(work)
+            work.error = work.error or copied.error
+
+        self._move("carry", carrier, between, targets, apply, self._event(self._execution))
+        return self._event(carrier)
+
     def host_region(self, group: int) -> HostRegion | None:
         """As the port says: None unless made with `host_pages`. Page 0 is not at 0, and pages do not touch."""
         self._check_open()
         if not self._host_pages:
             return None
         memory = next(memory for memory in self._memories if group in memory.groups)
-        pages = memory.groups[group]
+        pages = self._pages[group]
         return HostRegion(memory, pages.offset, pages.pitch)
 
     def execution_waits_for(self, event: PassEvent) -> None:
@@ -189,14 +215,14 @@ class FakeDevice:
         self._execution.actor.join(self._actors.host.clock)
         stamp = self._execution.actor.step()
         for group, page in reads:
-            self._ledgers[group].note(stamp, page, page + 1, writes=False)
-        contents = [(self._pages[group][page], self._content(group, content)) for group, page, content in writes]
+            self._pages[group].piece(page).note(stamp, False)
+        contents = [(self._pages[group].rows[page], self._content(group, content)) for group, page, content in writes]
         for group, page, _ in writes:
-            self._ledgers[group].note(stamp, page, page + 1, writes=True)
+            self._pages[group].piece(page).note(stamp, True)
         seen: dict[tuple[int, int], bytes] = {}
 
         def at_start() -> None:
-            seen.update({(group, page): self._pages[group][page].tobytes() for group, page in reads})
+            seen.update({(group, page): self._pages[group].rows[page].tobytes() for group, page in reads})
             for target, _ in contents:
                 target[:] = TORN
 
@@ -216,11 +242,11 @@ class FakeDevice:
     def read_page(self, group: int, page: int) -> bytes:
         """What a page holds at this moment: the test's own look, not checked and not recorded."""
         self._timeline.settle()
-        return bytes(self._pages[group][page])
+        return bytes(self._pages[group].rows[page])
 
     def pattern(self, group: int, seed: int) -> bytes:
         """Bytes for one page of a group, different for each seed, and nowhere periodic."""
-        return np.random.default_rng(seed).integers(0, 256, self._pages[group].shape[1], dtype=np.uint8).tobytes()
+        return np.random.default_rng(seed).integers(0, 256, self._pages[group].rows.shape[1], dtype=np.uint8).tobytes()
 
     def _copy(
         self,
@@ -233,34 +259,64 @@ class FakeDevice:
         after: PassEvent,
     ) -> FakeEvent:
         self._check_open()
-        if not isinstance(stream, FakeStream) or not isinstance(buffer, FakeHostBuffer):
-            raise MisuseError(f"{kind} on {stream!r} with {buffer!r}: both must come from this device")
+        copier, memory = self._own_memory(kind, stream, buffer)
         fence = self._own(after)
-        self._check_copy(kind, group, pages, buffer, offsets)
+        self._check_copy(kind, group, pages, memory, offsets)
         scripted = self.script.next_copy(kind)
         self.copies.append(CopyRecord(kind, stream.name, group, tuple(pages), tuple(offsets), self._now()))
-        nbytes = self.layout.groups[group].bytes_per_page
-        self._note_copy(kind, stream, fence, group, pages, buffer, offsets)
-        in_pages = [self._pages[group][page] for page in pages]
-        in_buffer = [buffer.array[offset : offset + nbytes] for offset in offsets]
-        sources, targets = (in_pages, in_buffer) if kind == "gather" else (in_buffer, in_pages)
+        in_cache, in_memory = self._page_pieces(group, pages), self._memory_pieces(group, memory, offsets)
+        sources, targets = (in_memory, in_cache) if kind == "scatter" else (in_cache, in_memory)
+        self._move(kind, copier, sources, targets, scripted, fence)
+        return self._event(copier)
+
+    def _move(
+        self,
+        kind: CopyKind,
+        stream: FakeStream,
+        sources: Sequence[Piece],
+        targets: Sequence[Piece],
+        scripted: Callable[[Work], None],
+        after: FakeEvent | None = None,
+    ) -> Work:
+        """Queue a copy, after its accesses were found to be in order."""
+        if after is not None:
+            stream.actor.join(after.stamp.clock)
+        stream.actor.join(self._actors.host.clock)
+        stamp = stream.actor.step()
+        for source, target in zip(sources, targets, strict=True):
+            source.note(stamp, False)
+            target.note(stamp, True)
 
         def at_start() -> None:
             for target in targets:
-                target[:] = TORN
+                target.array[:] = TORN
 
         def at_end() -> None:
             if work.error is None:
                 for source, target in zip(sources, targets, strict=True):
-                    target[:] = source
+                    target.array[:] = source.array
 
-        work = self._work(kind, stream, self.copy_s(len(pages) * nbytes), at_start, at_end, fence)
+        nbytes = sum(source.array.nbytes for source in sources)
+        work = self._work(kind, stream, self.copy_s(nbytes), at_start, at_end, after)
         scripted(work)
         self._queue(work, stream)
-        return self._event(stream)
+        return work
+
+    def _page_pieces(self, group: int, pages: Sequence[int]) -> list[Piece]:
+        return [self._pages[group].piece(page) for page in pages]
+
+    def _memory_pieces(self, group: int, memory: FakeDeviceBuffer, offsets: Sequence[int]) -> list[Piece]:
+        nbytes = self.layout.groups[group].bytes_per_page
+        return [memory.piece(offset, nbytes) for offset in offsets]
+
+    @staticmethod
+    def _own_memory(kind: CopyKind, stream: CopyStream, buffer: HostBuffer) -> tuple[FakeStream, FakeHostBuffer]:
+        if not isinstance(stream, FakeStream) or not isinstance(buffer, FakeHostBuffer):
+            raise MisuseError(f"{kind} on {stream!r} with {buffer!r}: both must come from this device")
+        return stream, buffer
 
     def _check_copy(
-        self, kind: CopyKind, group: int, pages: Sequence[int], buffer: FakeHostBuffer, offsets: Sequence[int]
+        self, kind: CopyKind, group: int, pages: Sequence[int], buffer: FakeDeviceBuffer, offsets: Sequence[int]
     ) -> None:
         if len(pages) != len(offsets):
             raise MisuseError(f"{kind} of {len(pages)} pages with {len(offsets)} offsets")
@@ -271,30 +327,12 @@ class FakeDevice:
         for offset in offsets:
             buffer.check_piece(offset, nbytes)
         targets_overlap = (
-            any(behind - offset < nbytes for offset, behind in pairwise(sorted(offsets)))
-            if kind == "gather"
-            else len(set(pages)) < len(pages)
+            len(set(pages)) < len(pages)
+            if kind == "scatter"
+            else any(behind - offset < nbytes for offset, behind in pairwise(sorted(offsets)))
         )
         if targets_overlap:
             raise MisuseError(f"{kind}: two of its copies write the same place")
-
-    def _note_copy(
-        self,
-        kind: CopyKind,
-        stream: FakeStream,
-        fence: FakeEvent,
-        group: int,
-        pages: Sequence[int],
-        buffer: FakeHostBuffer,
-        offsets: Sequence[int],
-    ) -> None:
-        stream.actor.join(fence.stamp.clock)
-        stream.actor.join(self._actors.host.clock)
-        stamp = stream.actor.step()
-        nbytes = self.layout.groups[group].bytes_per_page
-        for page, offset in zip(pages, offsets, strict=True):
-            self._ledgers[group].note(stamp, page, page + 1, writes=kind == "scatter")
-            buffer.note(stamp, offset, nbytes, writes=kind == "gather")
 
     def _work(
         self,

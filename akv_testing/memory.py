@@ -1,4 +1,4 @@
-"""Host memory of the fakes: it knows who touched it last, and whether the host may touch it yet."""
+"""Memory of the fakes: it knows who touched it last, and who may touch it already."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,41 +21,36 @@ def _nothing() -> None:
     """The settling of memory that no device writes."""
 
 
-class FakeHostBuffer:
-    """Implements `akv.ports.device.HostBuffer`, filled with `HOST_POISON`.
+class Piece(NamedTuple):
+    """A place that a copy reads or writes."""
 
-    `FakePool` reads and writes it with `host_read` and `host_write`, which raise `UnorderedAccess` unless the host saw the
-    event of everything complete that wrote the piece (or, for a write, that read it). `view()` is not watched.
-    """
+    array: NDArray[np.uint8]
+    #: Called with the access's stamp and whether it writes. Raises UnorderedAccess.
+    note: Callable[[Stamp, bool], None]
 
-    def __init__(
-        self, nbytes: int, *, name: str = "host buffer", host: Actor | None = None, settle: Callable[[], None] = _nothing
-    ) -> None:
+
+class FakeDeviceBuffer:
+    """Implements `akv.ports.device.DeviceBuffer`, filled with `HOST_POISON`: copies reach it, the host does not."""
+
+    def __init__(self, nbytes: int, *, name: str) -> None:
         if nbytes < 1:
             raise MisuseError(f"{name} of {nbytes} bytes: a buffer holds at least one")
         self.name = name
         self.array = np.full(nbytes, HOST_POISON, dtype=np.uint8)
         self._ledger = AccessLedger(lambda begin, end: f"bytes [{begin}, {end}) of {name}")
-        self._host = Actors().host if host is None else host
-        self._settle = settle
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}, {self.nbytes} bytes>"
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return int(self.array.ctypes.data)
 
     @property
     def nbytes(self) -> int:
         """How long it is, in bytes."""
         return int(self.array.nbytes)
 
-    def view(self) -> memoryview:
-        """Its bytes as they are now, writable, format "B"."""
-        self._settle()
-        return self.array.data
+    def piece(self, offset: int, nbytes: int) -> Piece:
+        """A piece of it, for a copy."""
+        array = self.array[offset : offset + nbytes]
+        return Piece(array, lambda stamp, writes: self.note(stamp, offset, nbytes, writes=writes))
 
     def check_piece(self, offset: int, nbytes: int) -> None:
         """Raise MisuseError unless the piece lies in the buffer."""
@@ -65,6 +60,31 @@ class FakeHostBuffer:
     def note(self, stamp: Stamp, offset: int, nbytes: int, *, writes: bool) -> None:
         """An access of a piece. Raises UnorderedAccess unless it is ordered behind the earlier ones that it depends on."""
         self._ledger.note(stamp, offset, offset + nbytes, writes=writes)
+
+
+class FakeHostBuffer(FakeDeviceBuffer):
+    """Implements `akv.ports.device.HostBuffer`: the host and the store reach it too.
+
+    `FakePool` reads and writes it with `host_read` and `host_write`, which raise `UnorderedAccess` unless the host saw the
+    event of everything complete that wrote the piece (or, for a write, that read it). `view()` is not watched.
+    """
+
+    def __init__(
+        self, nbytes: int, *, name: str = "host buffer", host: Actor | None = None, settle: Callable[[], None] = _nothing
+    ) -> None:
+        super().__init__(nbytes, name=name)
+        self._host = Actors().host if host is None else host
+        self._settle = settle
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return int(self.array.ctypes.data)
+
+    def view(self) -> memoryview:
+        """Its bytes as they are now, writable, format "B"."""
+        self._settle()
+        return self.array.data
 
     def host_read(self, offset: int, nbytes: int) -> bytes:
         """The bytes of a piece at this moment, for the host or the store; what wrote them must have been seen complete."""
@@ -91,6 +111,10 @@ class FakePages(NamedTuple):
     #: Where page 0 begins in the buffer, and how far apart pages are, in bytes.
     offset: int
     pitch: int
+
+    def piece(self, page: int) -> Piece:
+        """A page, for a copy or a kernel."""
+        return Piece(self.rows[page], lambda stamp, writes: self.ledger.note(stamp, page, page + 1, writes=writes))
 
     def page_at(self, offset: int, nbytes: int) -> int | None:
         """The page that holds these bytes of the buffer, if one holds all of them."""

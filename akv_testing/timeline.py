@@ -10,7 +10,7 @@ from typing import Literal
 from akv.errors import DeviceError
 from akv_testing.races import Actor, Stamp
 
-WorkKind = Literal["gather", "scatter", "kernel", "wait"]
+WorkKind = Literal["gather", "scatter", "snapshot", "carry", "kernel", "wait"]
 
 
 @dataclass(eq=False)
@@ -117,6 +117,20 @@ class FakeEvent:
         if self.work is not None and self.work.error is not None:
             raise DeviceError(f"a {self.work.kind} on {self.work.stream} failed: {self.work.error}") from self.work.error
         return True
+
+
+class FakeStream:
+    """Implements `akv.ports.device.CopyStream`."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        #: The work that was queued last.
+        self.last: Work | None = None
+
+    @property
+    def name(self) -> str:
+        """For errors and records."""
+        return self.actor.name
 
 
 class CopyGate:

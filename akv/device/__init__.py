@@ -1,6 +1,7 @@
 """The engine's device behind `akv.ports.device`: torch tensors, on a CPU or on CUDA. torch is imported nowhere else in akv.
 
-`caches.py` checks what the engine hands in, `host_memory.py` owns staging memory, `torch_copier.py` moves the bytes.
+`caches.py` checks what the engine hands in, `host_pages.py` finds what of it the store can reach itself, `host_memory.py` and
+`device_memory.py` own memory beside it, `streams.py` orders work, `moves.py` copies, `torch_copier.py` puts them together.
 Importing this package loads no torch; `open_torch_device` does.
 """
 

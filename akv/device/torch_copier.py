@@ -6,90 +6,33 @@ bulk copy between scratch and host. On a CPU the host buffer is its own scratch,
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from math import gcd
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from akv.device.caches import WORDS, GroupCache, take_caches
+from akv.device.caches import take_caches
+from akv.device.device_memory import TorchDeviceBuffer, device_bytes
 from akv.device.host_memory import TorchBuffer
 from akv.device.host_pages import host_regions
-from akv.errors import DeviceError, EngineContractError, NotOpenError, SettingsError
-from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
+from akv.device.moves import in_slot_order, move_directly, move_on, move_through, uploaded
+from akv.device.streams import TorchEvent, TorchStream, execution_stream, leaving_nothing_behind, wait
+from akv.errors import DeviceError, NotOpenError
+from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
 from akv.values.layout import Layout
 
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. One page at
 #: least. Measured on an H200, pages of 48 regions of 128 KiB: 8 MiB move 10 GB/s, 64 MiB 38 to 44, 256 MiB 48, a bulk copy 55.
 SCRATCH_BYTES = 64 << 20
 
-#: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
-#: threads, which wait for each other: beside other work on the same cores, such as a forward pass, that was measured 10 to 40
-#: times slower than this thread alone, and never much faster.
-CPU_PIECE = 32_767
-
-
-class TorchEvent:
-    """A point in a CUDA stream's work; on a CPU a point that has passed, because copies there end before they return."""
-
-    def __init__(self, event: torch.cuda.Event | None = None, holds: object = None) -> None:
-        """`holds`: what must stay alive until the work has completed."""
-        self.event = event
-        self._holds = holds
-
-    def query(self) -> bool:
-        """Whether everything before this point has completed. Raises DeviceError if the device failed."""
-        event = self.event  # read once: a loader's thread and the poller may ask at the same time
-        if event is not None:
-            try:
-                done = event.query()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            except RuntimeError as error:
-                raise DeviceError(f"the device failed before this point of its work: {error}") from error
-            if not done:
-                return False
-            self.event = None
-            self._holds = None
-        return True
-
-
-class TorchStream:
-    """A stream for copies, with its scratch on the device. On a CPU only a name and a lock."""
-
-    def __init__(self, name: str, device: torch.device, scratch_bytes: int) -> None:
-        self._name = name
-        #: Held while a call issues its copies: two threads on one stream would overwrite each other's scratch.
-        self.lock = threading.Lock()
-        self.cuda: torch.cuda.Stream | None = None
-        self.scratch: torch.Tensor | None = None
-        if device.type == "cuda":
-            self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            # Allocated on this very stream: memory that another stream freed may still be read or written by its kernels.
-            with torch.cuda.stream(self.cuda):
-                self.scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-
-    @property
-    def name(self) -> str:
-        """For logs."""
-        return self._name
-
-    def close(self) -> None:
-        """Give the scratch back. Only when no copy is queued or running."""
-        self.cuda = self.scratch = None
-
-    def entered(self) -> AbstractContextManager[object]:
-        """Make it the current stream of this thread, and its device the current device."""
-        return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
-
 
 class TorchCopier:
     """The `DeviceCopier` of torch tensors. Open it with `akv.device.open_torch_device`.
 
-    `gather` and `scatter` may run in several threads at a time. They leave the modes, default device and default dtype of the
-    application alone and do not depend on them. If one raises, nothing of it is queued or running any more: what refuses its
-    arguments copied nothing, DeviceError says that torch or the device failed on the way. After `close()` every method raises
-    NotOpenError.
+    `gather`, `scatter` and `snapshot` may run in several threads at a time. They leave the modes, default device and default
+    dtype of the application alone and do not depend on them. If one raises, nothing of it is queued or running any more: what
+    refuses its arguments copied nothing, DeviceError says that torch or the device failed on the way. After `close()` every
+    method raises NotOpenError.
     """
 
     def __init__(self, layout: Layout, caches: Sequence[Sequence[Any]], stream: Any = None) -> None:
@@ -99,10 +42,16 @@ class TorchCopier:
             layout.largest_page_bytes,
             min(SCRATCH_BYTES, max(group.page_count * group.bytes_per_page for group in self._groups)),
         )
-        self._execution = _execution_stream(stream, self._device)
+        self._execution = execution_stream(stream, self._device)
         self._host_regions: tuple[HostRegion | None, ...] = (
             host_regions(self._groups) if self._device.type == "cpu" else (None,) * len(self._groups)
         )
+        #: For snapshots that go to the host at once. Held as in `TorchStream`.
+        self._snapshot_lock = threading.Lock()
+        self._snapshot_scratch: torch.Tensor | None = None
+        if self._execution is not None and any(group.is_window for group in layout.groups):
+            # Now, like that of streams: later the engine may have taken all there is. Other layouts are not snapshotted.
+            self._snapshot_scratch = device_bytes(self._scratch_bytes, self._execution)
         self._streams: list[TorchStream] = []
         self._open = True
 
@@ -173,10 +122,62 @@ class TorchCopier:
         self._check_open()
         return self._host_regions[group]
 
+    def device_buffer(self, nbytes: int) -> TorchDeviceBuffer | None:
+        """Allocate memory for device slots, uninitialised; None on a CPU. Raises MemoryError if the device is full."""
+        self._check_open()
+        return None if self._execution is None else TorchDeviceBuffer(nbytes, self._execution)
+
+    def snapshot(
+        self,
+        stream: CopyStream,
+        group: int,
+        pages: Sequence[int],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        via: DeviceSlots | None,
+    ) -> TorchEvent:
+        """Copy pages into `buffer`, each to its offset, at the present end of the execution stream. Returns their arrival.
+
+        On CUDA the engine's next kernels wait for one indexed copy per region within the device if there are device slots, one
+        per page in any order, `via` which `stream` carries them on; without, they wait for the way to the host as well.
+
+        On a CPU it copies at once, so before whatever the engine does next.
+
+        Raises EngineContractError for a page that the cache does not have, ValueError for slots that do not fit.
+        """
+        self._check_open()
+        torch_stream, memory = _own(stream, buffer)
+        cache, execution = self._groups[group], self._execution
+        index, slots = in_slot_order(group, cache, pages, memory.nbytes, offsets, to_host=True)
+        if execution is None:
+            if via is not None:
+                raise TypeError("a CPU has no device slots: its copies have ended when they return")
+            with torch.inference_mode(), leaving_nothing_behind(stream.name):
+                move_directly(cache, index, slots, memory.tensor, to_host=True)
+            return TorchEvent()
+        if via is None:
+            with self._snapshot_lock, torch.inference_mode(), leaving_nothing_behind(stream.name, execution):
+                if self._snapshot_scratch is None:
+                    self._snapshot_scratch = device_bytes(self._scratch_bytes, execution)
+                with torch.cuda.stream(execution):
+                    move_through(self._snapshot_scratch, cache, index, slots, memory.tensor, to_host=True)
+                return TorchEvent(execution.record_event(), holds=memory)
+        if not isinstance(via.buffer, TorchDeviceBuffer):
+            raise TypeError("device slots of another device cannot be used here")
+        # Which page goes through which device slot is nobody's business: in the order of the slots, most of them move as one.
+        _, places = in_slot_order(group, cache, pages, via.buffer.nbytes, via.offsets, to_host=True)
+        with torch_stream.lock, torch.inference_mode(), leaving_nothing_behind(stream.name, execution, torch_stream.cuda):
+            with torch.cuda.stream(execution):
+                move_directly(cache, uploaded(index, self._device), places, via.buffer.tensor, to_host=True)
+            with torch_stream.entered():
+                wait(torch_stream.cuda, TorchEvent(execution.record_event()))
+                move_on(via.buffer.tensor, places, memory.tensor, slots, cache.bytes_per_page)
+            return torch_stream.record(holds=(memory, via.buffer))
+
     def execution_waits_for(self, event: PassEvent) -> None:
         """Order the engine's next work behind `event`, on the execution stream and not on the host."""
         self._check_open()
-        _wait(self._execution, event)
+        wait(self._execution, event)
 
     def close(self) -> None:
         """Let go of the caches and of the streams with their scratch. Only when no copy is queued or running. Idempotent."""
@@ -185,6 +186,7 @@ class TorchCopier:
         self._host_regions = ()
         while self._streams:
             self._streams.pop().close()
+        self._snapshot_scratch = None
         self._execution = None
 
     def _check_open(self) -> None:
@@ -203,150 +205,20 @@ class TorchCopier:
         to_host: bool,
     ) -> TorchEvent:
         self._check_open()
-        if not isinstance(stream, TorchStream) or not isinstance(buffer, TorchBuffer):
-            raise TypeError("streams and host buffers of another device cannot be used here")
+        torch_stream, memory = _own(stream, buffer)
         cache = self._groups[group]
-        index, slots = _in_slot_order(group, cache, pages, buffer, offsets, to_host=to_host)
-        with stream.lock, torch.inference_mode(), stream.entered():
-            _wait(stream.cuda, after)
-            with _leaving_nothing_behind(stream):
-                if stream.scratch is None:
-                    _move_directly(cache, index, slots, buffer.tensor, to_host=to_host)
+        index, slots = in_slot_order(group, cache, pages, memory.nbytes, offsets, to_host=to_host)
+        with torch_stream.lock, torch.inference_mode(), torch_stream.entered():
+            wait(torch_stream.cuda, after)
+            with leaving_nothing_behind(stream.name, torch_stream.cuda):
+                if torch_stream.scratch is None:
+                    move_directly(cache, index, slots, memory.tensor, to_host=to_host)
                 else:
-                    _move_through(stream.scratch, cache, index, slots, buffer.tensor, to_host=to_host)
-            return TorchEvent() if stream.cuda is None else TorchEvent(stream.cuda.record_event(), holds=buffer)
+                    move_through(torch_stream.scratch, cache, index, slots, memory.tensor, to_host=to_host)
+                return torch_stream.record(holds=memory)
 
 
-def _execution_stream(stream: Any, device: torch.device) -> torch.cuda.Stream | None:
-    if device.type == "cpu":
-        if stream is not None:
-            raise SettingsError("stream", stream, "the caches are on a CPU, which has no streams", "Leave it out.")
-        return None
-    if stream is None:
-        return torch.cuda.current_stream(device)
-    if not isinstance(stream, torch.cuda.Stream) or stream.device != device:
-        raise SettingsError("stream", stream, f"it is no stream of {device}", "Pass the torch.cuda.Stream of the forwards.")
-    return stream
-
-
-@contextmanager
-def _leaving_nothing_behind(stream: TorchStream) -> Iterator[None]:
-    """If queueing fails half-way, end what was queued: there will be no event that could tell when it ends by itself."""
-    try:
-        yield
-    except BaseException as error:
-        if stream.cuda is not None:
-            with suppress(RuntimeError):  # a device that failed for good runs nothing any more
-                stream.cuda.synchronize()
-        if isinstance(error, RuntimeError):  # what torch raises for all that a device reports, out of memory included
-            raise DeviceError(f"copies could not be queued on stream {stream.name!r}: {error}") from error  # noqa: ASYNC104 - no cancellation
-        raise
-
-
-def _wait(stream: torch.cuda.Stream | None, event: PassEvent) -> None:
-    if not isinstance(event, TorchEvent):
-        raise TypeError("an event of another device orders nothing here")
-    pending = event.event  # read once: the poller may clear it at any moment, when there is nothing to wait for any more
-    if stream is not None and pending is not None:
-        stream.wait_event(pending)
-
-
-def _in_slot_order(
-    group: int, cache: GroupCache, pages: Sequence[int], buffer: TorchBuffer, offsets: Sequence[int], *, to_host: bool
-) -> tuple[torch.Tensor, list[int]]:
-    """Check a call's arguments, and sort its pages by their slots, so that adjacent slots can be moved as one."""
-    index = np.asarray(pages, dtype=np.int64)
-    slots = np.asarray(offsets, dtype=np.int64)
-    if index.shape != slots.shape:
-        raise ValueError(f"{index.size} pages and {slots.size} offsets: there is one slot per page")
-    strangers = index[(index < 0) | (index >= cache.page_count)]
-    if strangers.size:
-        raise EngineContractError(f"layer group {group} has no page {strangers[0]}: its cache has {cache.page_count} pages")
-    if not to_host and np.unique(index).size != index.size:
-        raise EngineContractError(f"layer group {group}: two loads into one page, of which only one could survive")
-    outside = slots[(slots < 0) | (slots > buffer.nbytes - cache.bytes_per_page)]
-    if outside.size:
-        raise ValueError(f"a page of {cache.bytes_per_page} bytes does not fit at {outside[0]} of {buffer.nbytes} bytes")
-    order = np.argsort(slots, kind="stable")
-    index, slots = index[order], slots[order]
-    if to_host and (np.diff(slots) < cache.bytes_per_page).any():
-        raise ValueError("slots overlap: one page would overwrite another")
-    return torch.from_numpy(index), slots.tolist()
-
-
-def _runs(slots: list[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:
-    """Cut the ascending slots into runs of one step: (first, last, step), slots[first:last] lying `step` bytes apart.
-
-    Without `gaps` the slots of a run touch. With them they may lie further apart, as the slots of a group of small pages do in
-    staging whose slots are as large as the largest page.
-    """
-    first = 0
-    while first < len(slots):
-        last, step = first + 1, page_bytes
-        if gaps and last < len(slots):
-            step = max(step, slots[last] - slots[first])
-        while last < len(slots) and slots[last] - slots[last - 1] == step:
-            last += 1
-        yield first, last, step
-        first = last
-
-
-def _move_directly(cache: GroupCache, index: torch.Tensor, slots: list[int], host: torch.Tensor, *, to_host: bool) -> None:
-    for first, last, step in _runs(slots, cache.bytes_per_page, gaps=True):
-        table = host.as_strided((last - first, cache.bytes_per_page), (step, 1), slots[first])
-        _exchange(cache, index[first:last], table, to_host=to_host)
-
-
-def _move_through(
-    scratch: torch.Tensor, cache: GroupCache, index: torch.Tensor, slots: list[int], host: torch.Tensor, *, to_host: bool
-) -> None:
-    page_bytes = cache.bytes_per_page
-    at_once = scratch.numel() // page_bytes
-    # Pinned first: a copy from pageable memory would make the host wait for what is on the stream, `after` included.
-    index = index.pin_memory().to(scratch.device, non_blocking=True)
-    for begin in range(0, len(slots), at_once):
-        part = slots[begin : begin + at_once]
-        pages = index[begin : begin + len(part)]
-        block = scratch[: len(part) * page_bytes]
-        table = block.view(len(part), page_bytes)
-        if to_host:
-            _exchange(cache, pages, table, to_host=True)
-        for first, last, _ in _runs(part, page_bytes, gaps=False):
-            on_device = block[first * page_bytes : last * page_bytes]
-            on_host = host[part[first] : part[first] + on_device.numel()]
-            if to_host:
-                on_host.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(on_host, non_blocking=True)
-        if not to_host:
-            _exchange(cache, pages, table, to_host=False)
-
-
-def _exchange(cache: GroupCache, index: torch.Tensor, table: torch.Tensor, *, to_host: bool) -> None:
-    """Move between the caches' pages and a table of stored pages, one row each, on the caches' device."""
-    fits = gcd(table.data_ptr(), table.stride(0), max(WORDS))
-    tables = {word: table.view(WORDS[word]) for word in {gcd(region.word, fits) for region in cache.regions}}
-    for region in cache.regions:
-        word = gcd(region.word, fits)
-        rows = region.rows if word == region.word else region.rows.view(WORDS[word])
-        part = tables[word][:, region.start // word : region.stop // word]
-        if not part.is_cpu or part.numel() <= CPU_PIECE:
-            _exchange_words(rows, index, part, to_host=to_host)
-            continue
-        for some, columns in _pieces(*part.shape, most=CPU_PIECE):
-            _exchange_words(rows[:, columns], index[some], part[some, columns], to_host=to_host)
-
-
-def _exchange_words(rows: torch.Tensor, index: torch.Tensor, part: torch.Tensor, *, to_host: bool) -> None:
-    if to_host:
-        torch.index_select(rows, 0, index, out=part)
-    else:
-        rows.index_copy_(0, index, part)
-
-
-def _pieces(count: int, width: int, *, most: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a table into pieces of whole rows, or of parts of rows that are too long, of at most `most` elements."""
-    tall = max(1, most // width)
-    for top in range(0, count, tall):
-        for left in range(0, width, most):
-            yield slice(top, top + tall), slice(left, left + most)
+def _own(stream: CopyStream, buffer: HostBuffer) -> tuple[TorchStream, TorchBuffer]:
+    if not isinstance(stream, TorchStream) or not isinstance(buffer, TorchBuffer):
+        raise TypeError("streams and host buffers of another device cannot be used here")
+    return stream, buffer

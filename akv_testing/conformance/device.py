@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from akv.errors import EngineContractError, NotOpenError
-from akv.ports.device import DeviceCopier, PassEvent
+from akv.ports.device import DeviceCopier, DeviceSlots, PassEvent
 from akv.values.layout import Layout
 
 
@@ -205,6 +205,89 @@ class DeviceConformance:
         for buffer, behind in pairwise(buffers):
             assert buffer.address + buffer.nbytes <= behind.address, "the store refuses to register memory twice"
 
+    def test_M5_a_snapshot_holds_what_was_there_although_the_engine_writes_next(self, kit: DeviceKit) -> None:
+        device = kit.device
+        stream = device.open_stream("ring")
+        for group, size in enumerate(page_sizes(kit)):
+            pages, slots = [5, 0, 3, 7], [4, 1, 2, 6]
+            for via in ways(kit, size, [3, 0, 1, 4]):
+                for page in pages:
+                    kit.write(group, page, pattern(page, size))
+                buffer = device.host_buffer(8 * size)
+                buffer.view()[:] = bytes(8 * size)
+                event = device.snapshot(stream, group, pages, buffer, [slot * size for slot in slots], via)
+                for page in pages:
+                    kit.write(group, page, pattern(100 + page, size))
+                kit.wait(event)
+                seen = [bytes(buffer.view()[slot * size : (slot + 1) * size]) for slot in range(8)]
+                assert [seen[slot] for slot in slots] == [pattern(page, size) for page in pages]
+                assert not any(any(seen[slot]) for slot in range(8) if slot not in slots), "nothing else is written"
+                assert [kit.read(group, page) for page in pages] == [pattern(100 + page, size) for page in pages]
+
+    def test_S3_slots_may_be_used_again_once_the_snapshot_arrived(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        stream, buffer = device.open_stream("ring"), device.host_buffer(2 * size)
+        for page in range(6):
+            kit.write(0, page, pattern(page, size))
+        for via in ways(kit, size, [1, 0]):
+            for page in (0, 2, 4):
+                kit.wait(device.snapshot(stream, 0, [page, page + 1], buffer, [size, 0], via))
+                assert bytes(buffer.view()) == pattern(page + 1, size) + pattern(page, size)
+
+    def test_S3_snapshots_one_after_the_other_need_no_event_between_them(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[1]
+        stream, buffer = device.open_stream("ring"), device.host_buffer(4 * size)
+        ends: dict[int, tuple[PassEvent, bytes]] = {}
+        for number, slot in enumerate((2, 0)):
+            content = pattern(number, size)
+            kit.write(1, 4, content)
+            for at, via in enumerate(ways(kit, size, [number]), slot):
+                ends[at] = device.snapshot(stream, 1, [4], buffer, [at * size], via), content
+        for at, (event, content) in ends.items():
+            kit.wait(event)
+            assert bytes(buffer.view()[at * size : (at + 1) * size]) == content
+
+    def test_a_snapshot_of_no_pages_arrives_and_of_a_page_twice_too(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        stream, buffer = device.open_stream("ring"), device.host_buffer(2 * size)
+        kit.write(0, 1, pattern(1, size))
+        for via in ways(kit, size, []):
+            kit.wait(device.snapshot(stream, 0, [], buffer, [], via))
+        for via in ways(kit, size, [0, 1]):
+            kit.wait(device.snapshot(stream, 0, [1, 1], buffer, [0, size], via))
+            assert bytes(buffer.view()) == pattern(1, size) * 2
+
+    def test_M6_a_snapshot_that_is_refused_copies_nothing(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        stream, buffer = device.open_stream("ring"), device.host_buffer(2 * size)
+        buffer.view()[:] = pattern(1, 2 * size)
+        wrong: list[tuple[list[int], list[int], DeviceSlots | None]] = [
+            (pages, offsets, via)
+            for via in ways(kit, size, [0, 1])
+            for pages, offsets in [
+                ([0, device.page_counts[0]], [0, size]),
+                ([0, -1], [0, size]),
+                ([0, 1], [0, size + 1]),
+                ([0, 1], [0, size - 1]),
+                ([0, 1], [0]),
+            ]
+        ]
+        for via in ways(kit, size, [0, 1])[1:]:
+            assert via is not None
+            room = via.buffer.nbytes
+            misplaced = [0], [0, size - 1], [0, room - size + 1], [-1, size], [0, size, 2 * size]
+            wrong += [([0, 1], [0, size], via._replace(offsets=places)) for places in misplaced]
+        for pages, offsets, via in wrong:
+            with pytest.raises((EngineContractError, ValueError, AssertionError)):
+                device.snapshot(stream, 0, pages, buffer, offsets, via)
+        kit.wait(device.record())
+        assert bytes(buffer.view()) == pattern(1, 2 * size)
+
+    def test_only_a_device_apart_from_the_host_has_device_slots(self, kit: DeviceKit) -> None:
+        buffer = kit.device.device_buffer(1000)
+        assert buffer is None or not kit.host_groups
+        assert buffer is None or buffer.nbytes == 1000
+
     def test_close_is_idempotent_and_memory_outlives_it(self, kit: DeviceKit) -> None:
         device = kit.device
         buffer = device.host_buffer(64)
@@ -216,6 +299,12 @@ class DeviceConformance:
         assert bytes(buffer.view()) == bytes(range(64))
         with pytest.raises(NotOpenError):
             device.record()
+
+
+def ways(kit: DeviceKit, size: int, slots: list[int]) -> list[DeviceSlots | None]:
+    """The ways that a snapshot can go: straight to the host, and through slots of `size` bytes on a device that has some."""
+    buffer = kit.device.device_buffer(8 * size)
+    return [None] if buffer is None else [None, DeviceSlots(buffer, [slot * size for slot in slots])]
 
 
 def page_sizes(kit: DeviceKit) -> list[int]:

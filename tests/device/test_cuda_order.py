@@ -11,6 +11,7 @@ import torch
 from akv.device import open_torch_device, torch_copier
 from akv.device.host_memory import TorchBuffer, _pin
 from akv.errors import SettingsError
+from akv.ports.device import DeviceSlots
 from akv.values.layout import Layout
 
 pytestmark = pytest.mark.cuda
@@ -84,6 +85,64 @@ def test_M4_a_load_waits_for_the_last_kernel_of_the_former_owner_and_the_next_fo
     execution.synchronize()
     assert loaded.query()
     assert seen[:, 0].tolist() == [7, 3, 7, 3]
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_M5_a_snapshot_is_taken_between_two_kernels_and_the_host_waits_for_none(
+    through: bool, execution: torch.cuda.Stream, layout_for: LayoutFor
+) -> None:
+    cache = torch.zeros(200, 64, dtype=torch.uint8, device="cuda")
+    ones, twos = torch.ones_like(cache), torch.full_like(cache, 2)
+    copier = open_torch_device(layout_for([[64]]), [[cache]], execution)
+    stream, buffer, slots = copier.open_stream("ring"), copier.host_buffer(6400), copier.device_buffer(6400)
+    offsets, pages = [64 * index for index in range(100)], list(range(0, 200, 2))
+    assert slots is not None
+    via = DeviceSlots(slots, offsets) if through else None
+    for _ in range(2):  # Once beforehand: CUDA loads a kernel when it is first used, and waits for the device then.
+        torch.cuda.synchronize()
+        buffer.view()[:] = bytes(6400)
+        busy(execution)
+        with torch.cuda.stream(execution):
+            cache.copy_(ones)
+        began = time.perf_counter()
+        event = copier.snapshot(stream, 0, pages, buffer, offsets, via)
+        issued = time.perf_counter() - began
+        with torch.cuda.stream(execution):
+            cache.copy_(twos)
+        waiting = not event.query() and not any(buffer.view())
+        while not event.query():
+            pass
+        assert buffer.view().tobytes() == b"\x01" * 6400
+        torch.cuda.synchronize()
+        assert cache.eq(2).all()
+    assert waiting
+    assert issued < 0.1
+
+
+def test_S3_the_way_to_the_host_does_not_hold_the_execution_stream(
+    execution: torch.cuda.Stream, layout_for: LayoutFor
+) -> None:
+    cache = torch.ones(16, 64, dtype=torch.uint8, device="cuda")
+    copier = open_torch_device(layout_for([[64]]), [[cache]], execution)
+    stream, buffer, slots = copier.open_stream("ring"), copier.host_buffer(64), copier.device_buffer(64)
+    assert slots is not None
+    copier.snapshot(stream, 0, [3], buffer, [0], DeviceSlots(slots, [0]))
+    torch.cuda.synchronize()
+    assert stream.cuda is not None
+    busy(stream.cuda)
+    event = copier.snapshot(stream, 0, [3], buffer, [0], DeviceSlots(slots, [0]))
+    execution.synchronize()
+    assert not event.query()
+    torch.cuda.synchronize()
+    assert event.query()
+
+
+def test_S3_device_memory_that_is_not_there_is_a_memory_error(layout_for: LayoutFor) -> None:
+    copier = open_torch_device(layout_for([[64]]), [[torch.zeros(4, 64, dtype=torch.uint8, device="cuda")]])
+    with pytest.raises(MemoryError, match="no room"):
+        copier.device_buffer(1 << 45)
+    with pytest.raises(ValueError, match="at least one byte"):
+        copier.device_buffer(0)
 
 
 def test_without_a_stream_the_current_one_is_the_execution_stream(execution: torch.cuda.Stream, layout_for: LayoutFor) -> None:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from akv.device import open_torch_device, torch_copier
+from akv.device import moves as copying
+from akv.device import open_torch_device
 from akv.ports.device import PassEvent
 from akv.values.layout import LayerGroup, Layout, Region
 
@@ -23,7 +24,7 @@ from akv.values.layout import LayerGroup, Layout, Region
     ],
 )
 def test_adjacent_slots_make_one_run(slots: list[int], gaps: bool, runs: list[tuple[int, int, int]]) -> None:
-    assert list(torch_copier._runs(slots, 4, gaps=gaps)) == runs
+    assert list(copying._runs(slots, 4, gaps=gaps)) == runs
 
 
 @st.composite

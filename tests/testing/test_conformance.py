@@ -45,10 +45,12 @@ class TestFakePool(PoolConformance):
 
 
 class FakeDeviceKit:
-    def __init__(self, *, host_pages: bool, one_memory: bool) -> None:
+    def __init__(self, *, host_pages: bool = False, one_memory: bool = False, device_bytes: int | None = 1 << 20) -> None:
         self.clock = ManualClock()
         self.layout = tiny_layout(groups=2)
-        self.device = FakeDevice(self.layout, (8, 9), self.clock, host_pages=host_pages, one_memory=one_memory)
+        self.device = FakeDevice(
+            self.layout, (8, 9), self.clock, host_pages=host_pages, one_memory=one_memory, device_bytes=device_bytes
+        )
         self.host_groups = frozenset({0, 1} if host_pages else ())
 
     def write(self, group: int, page: int, content: bytes) -> None:
@@ -68,10 +70,12 @@ class FakeDeviceKit:
 
 
 class TestFakeDevice(DeviceConformance):
-    @pytest.fixture(params=[(False, False), (True, False), (True, True)], ids=["device", "host", "host, one memory"])
+    @pytest.fixture(
+        params=[{}, {"device_bytes": None}, {"host_pages": True}, {"host_pages": True, "one_memory": True}],
+        ids=["device", "device without slots", "host", "host, one memory"],
+    )
     def kit(self, request: pytest.FixtureRequest) -> FakeDeviceKit:
-        host_pages, one_memory = request.param
-        return FakeDeviceKit(host_pages=host_pages, one_memory=one_memory)
+        return FakeDeviceKit(**request.param)
 
 
 class FakeRunnerKit:

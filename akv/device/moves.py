@@ -1,0 +1,135 @@
+"""The copying itself: indexed copies between caches and tables of stored pages, and runs of slots that move as one."""
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+import numpy as np
+import torch
+
+from akv.device.caches import WORDS, GroupCache
+from akv.errors import EngineContractError
+
+#: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
+#: threads, which wait for each other: beside other work on the same cores, such as a forward pass, that was measured 10 to 40
+#: times slower than this thread alone, and never much faster.
+CPU_PIECE = 32_767
+
+
+def in_slot_order(
+    group: int, cache: GroupCache, pages: Sequence[int], nbytes: int, offsets: Sequence[int], *, to_host: bool
+) -> tuple[torch.Tensor, list[int]]:
+    """Check a call's arguments, and sort its pages by their slots, so that adjacent slots can be moved as one.
+
+    `nbytes`: of the buffer that the slots are in. Raises EngineContractError for a page that the cache does not have or that
+    would be written twice, ValueError for slots that do not fit.
+    """
+    index = np.asarray(pages, dtype=np.int64)
+    slots = np.asarray(offsets, dtype=np.int64)
+    if index.shape != slots.shape:
+        raise ValueError(f"{index.size} pages and {slots.size} offsets: there is one slot per page")
+    strangers = index[(index < 0) | (index >= cache.page_count)]
+    if strangers.size:
+        raise EngineContractError(f"layer group {group} has no page {strangers[0]}: its cache has {cache.page_count} pages")
+    if not to_host and np.unique(index).size != index.size:
+        raise EngineContractError(f"layer group {group}: two loads into one page, of which only one could survive")
+    outside = slots[(slots < 0) | (slots > nbytes - cache.bytes_per_page)]
+    if outside.size:
+        raise ValueError(f"a page of {cache.bytes_per_page} bytes does not fit at {outside[0]} of {nbytes} bytes")
+    order = np.argsort(slots, kind="stable")
+    index, slots = index[order], slots[order]
+    if to_host and (np.diff(slots) < cache.bytes_per_page).any():
+        raise ValueError("slots overlap: one page would overwrite another")
+    return torch.from_numpy(index), slots.tolist()
+
+
+def _runs(slots: list[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:
+    """Cut the ascending slots into runs of one step: (first, last, step), slots[first:last] lying `step` bytes apart.
+
+    Without `gaps` the slots of a run touch. With them they may lie further apart, as the slots of a group of small pages do in
+    staging whose slots are as large as the largest page.
+    """
+    first = 0
+    while first < len(slots):
+        last, step = first + 1, page_bytes
+        if gaps and last < len(slots):
+            step = max(step, slots[last] - slots[first])
+        while last < len(slots) and slots[last] - slots[last - 1] == step:
+            last += 1
+        yield first, last, step
+        first = last
+
+
+def move_directly(cache: GroupCache, index: torch.Tensor, slots: list[int], memory: torch.Tensor, *, to_host: bool) -> None:
+    """Copy between pages and ascending slots of memory on the caches' own device."""
+    for first, last, step in _runs(slots, cache.bytes_per_page, gaps=True):
+        table = memory.as_strided((last - first, cache.bytes_per_page), (step, 1), slots[first])
+        _exchange(cache, index[first:last], table, to_host=to_host)
+
+
+def move_through(
+    scratch: torch.Tensor, cache: GroupCache, index: torch.Tensor, slots: list[int], host: torch.Tensor, *, to_host: bool
+) -> None:
+    """Copy between pages and ascending slots of pinned host memory, as many at a time as the scratch holds."""
+    page_bytes = cache.bytes_per_page
+    at_once = scratch.numel() // page_bytes
+    index = uploaded(index, scratch.device)
+    for begin in range(0, len(slots), at_once):
+        part = slots[begin : begin + at_once]
+        pages = index[begin : begin + len(part)]
+        block = scratch[: len(part) * page_bytes]
+        table = block.view(len(part), page_bytes)
+        if to_host:
+            _exchange(cache, pages, table, to_host=True)
+        for first, last, _ in _runs(part, page_bytes, gaps=False):
+            on_device = block[first * page_bytes : last * page_bytes]
+            on_host = host[part[first] : part[first] + on_device.numel()]
+            if to_host:
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
+        if not to_host:
+            _exchange(cache, pages, table, to_host=False)
+
+
+def move_on(device_memory: torch.Tensor, places: list[int], host: torch.Tensor, slots: list[int], page_bytes: int) -> None:
+    """Copy from ascending places on the device to as many ascending slots of pinned host memory, in their order."""
+    for first, last, _ in _runs(slots, page_bytes, gaps=False):
+        for begin, end, _ in _runs(places[first:last], page_bytes, gaps=False):
+            place, slot, nbytes = places[first + begin], slots[first + begin], (end - begin) * page_bytes
+            host[slot : slot + nbytes].copy_(device_memory[place : place + nbytes], non_blocking=True)
+
+
+def uploaded(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The pages' numbers where a kernel can read them, in the order of the current stream."""
+    # Pinned first: a copy from pageable memory would make the host wait for what is on the stream.
+    return index.pin_memory().to(device, non_blocking=True)
+
+
+def _exchange(cache: GroupCache, index: torch.Tensor, table: torch.Tensor, *, to_host: bool) -> None:
+    """Move between the caches' pages and a table of stored pages, one row each, on the caches' device."""
+    fits = gcd(table.data_ptr(), table.stride(0), max(WORDS))
+    tables = {word: table.view(WORDS[word]) for word in {gcd(region.word, fits) for region in cache.regions}}
+    for region in cache.regions:
+        word = gcd(region.word, fits)
+        rows = region.rows if word == region.word else region.rows.view(WORDS[word])
+        part = tables[word][:, region.start // word : region.stop // word]
+        if not part.is_cpu or part.numel() <= CPU_PIECE:
+            _exchange_words(rows, index, part, to_host=to_host)
+            continue
+        for some, columns in _pieces(*part.shape, most=CPU_PIECE):
+            _exchange_words(rows[:, columns], index[some], part[some, columns], to_host=to_host)
+
+
+def _exchange_words(rows: torch.Tensor, index: torch.Tensor, part: torch.Tensor, *, to_host: bool) -> None:
+    if to_host:
+        torch.index_select(rows, 0, index, out=part)
+    else:
+        rows.index_copy_(0, index, part)
+
+
+def _pieces(count: int, width: int, *, most: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a table into pieces of whole rows, or of parts of rows that are too long, of at most `most` elements."""
+    tall = max(1, most // width)
+    for top in range(0, count, tall):
+        for left in range(0, width, most):
+            yield slice(top, top + tall), slice(left, left + most)
