@@ -200,13 +200,15 @@ class Requests:
         if order.window:
             record.windows.lost(order.groups, (*result.refused, *result.dropped))
             return self._close_if_done(record)
+        # The groups of a save list the same blocks, so the first names each block's hash.
+        hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
         if result.stored:
-            # The groups of a save list the same blocks, so the first names each block's hash.
-            hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
             self._known.add(hashes[block] for block in result.stored)
             record.marks.stored(result.stored)
             record.stored_blocks += len(result.stored)
         if result.refused:
+            # One that was asked for again was known, and has gone: else it would not be listed again.
+            self._known.forget(hashes[block] for block in result.refused)
             record.marks.refused(result.refused, now)
         record.marks.dropped(result.dropped)
         return self._close_if_done(record)

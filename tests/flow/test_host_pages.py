@@ -1,4 +1,4 @@
-"""Caches in host memory whose pages the store reads and writes itself: no copy of ours, and pages in quarantine (D2, D6, M3)."""
+"""Caches in host memory whose pages the store reads and writes itself: no copy of ours, pages in quarantine (D2, D6, M3)."""
 
 from functools import partial
 

@@ -141,7 +141,7 @@ async def test_S3_one_gather_per_layer_group_however_many_requests_end_in_a_pass
     server = WindowServer(windows=((10, 3), (6, 0)))
     async with server.open() as kv:
         requests = [(kv.open_request(f"r{number}", range(n := 100 * number, n + 22)), range(n, n + 22)) for number in range(3)]
-        tables = [[[] for _ in server.layout.groups] for _ in requests]
+        tables: list[list[list[int]]] = [[[] for _ in server.layout.groups] for _ in requests]
         from akv import Scheduled
 
         for (_, tokens), table in zip(requests, tables, strict=True):
@@ -263,7 +263,7 @@ async def test_S4_without_slots_in_time_a_pass_drops_its_window_pages_and_waits_
     async with server.open() as kv:
         gate = server.runner.hold(CallKind.PUT)
         first = kv.open_request("first", PROMPT[:22])
-        table = [[] for _ in server.layout.groups]
+        table: list[list[int]] = [[] for _ in server.layout.groups]
         await server.run_pass(kv, first, PROMPT[:22], table, 0, 22)
         await gate.reached()
         second = kv.open_request("second", range(500, 522))
