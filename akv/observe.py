@@ -195,6 +195,20 @@ SNAPSHOT_DROPPED = _event(
     'time, raise `snapshot_slots` or `snapshot_wait_ms`; "too_large" for all slots together, raise `snapshot_slots`; '
     '"cancelled", the pass or the request was.',
 )
+WINDOW_END = _event(
+    "akv.window.end",
+    "debug",
+    "request_id incarnation pages ends wanted_ends",
+    "A prompt is complete. Of the `wanted_ends` at which the rewind lets a later request resume, `ends` have their window "
+    "among the `pages` that the engine still held. Fewer mean that it keeps too little behind the window: raise its retention.",
+)
+WINDOW_TAIL_MISSING = _event(
+    "akv.window.tail_missing",
+    "info",
+    "request_id incarnation block",
+    "A request finished at block `block` without the whole window before it: not held any more, or not copied. The next turn "
+    "resumes further back. A retention of one block is enough for the first.",
+)
 PAGES_QUARANTINED = _event(
     "akv.pages.quarantined",
     "debug",

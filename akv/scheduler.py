@@ -79,10 +79,11 @@ class SchedulerHalf:
         #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
         #: fewer, as a rule; what is left of a long local match, say, comes with the next passes.
         self._most_blocks = Chain(b"", layout.tokens_per_block).slice_blocks
+        self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens)
         self._reader = PassParts(
             layout,
             self._page_counts,
-            Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens),
+            self._ending,
             saves=self._saves,
             save_generated=settings.save_generated,
         )
@@ -226,6 +227,8 @@ class SchedulerHalf:
                 end = part.end if self._saves else 0
                 self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
                 part.record.windows.ran(part.before, part.held, closes=part.closes)
+                if part.closes and part.closing:
+                    self._tell_end(part)
             if queued:
                 self.accept_saves(queued, after, snapshots)
         finally:
@@ -233,6 +236,19 @@ class SchedulerHalf:
             for save_id, snapshot in snapshots.items():
                 if save_id not in handed_over:
                     snapshot.claim.leave()
+
+    def _tell_end(self, part: Part) -> None:
+        """Count what a prompt's end was worth: how many of the ends that the rewind wants have their window (W4)."""
+        record = part.record
+        end = record.prompt_tokens // self._tokens_per_block
+        observe.emit(
+            observe.WINDOW_END,
+            request_id=record.request_id,
+            incarnation=record.incarnation,
+            pages=sum(len(columns.pages) for columns in part.closing),
+            ends=self._ending.covered_ends(end, part.closing),
+            wanted_ends=min(end, self._settings.rewind_tokens // self._tokens_per_block + 1),
+        )
 
     def drop(self, plan: PassPlan, reason: str) -> None:
         """The planned pass will not run."""
@@ -244,7 +260,12 @@ class SchedulerHalf:
         if record.phase is not Phase.OPEN:
             return
         after = self.fence()
-        self._carry_out(self.requests.finish(record, upto=self._closing(record)), after)
+        end = self._closing(record)
+        self._carry_out(self.requests.finish(record, upto=end), after)
+        began_at = (record.windows.began_at or 0) // self._tokens_per_block
+        # What it resumed from lies in the pool, or in other requests' pages, whose matter it is.
+        if end > began_at and self._ending.lacks(end, lambda g, block: block < began_at or record.windows.saved(g, block)):
+            observe.emit(observe.WINDOW_TAIL_MISSING, request_id=record.request_id, incarnation=record.incarnation, block=end)
 
     async def hash_rest(self, record: RequestRecord) -> None:
         """Hash in slices what `finish` will list, so that it does not hold the loop for a long sequence (L3).

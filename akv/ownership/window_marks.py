@@ -37,6 +37,10 @@ class WindowMarks:
         keep = [(block, page) for block, page in zip(columns.blocks, columns.pages, strict=True) if block not in queued]
         return WindowPages(columns.group, tuple(block for block, _ in keep), tuple(page for _, page in keep))
 
+    def saved(self, group: int, block: int) -> bool:
+        """Whether this page was handed over."""
+        return block in self._queued.get(group, ())
+
     def queued(self, groups: Iterable[GroupPages]) -> None:
         """These were handed over."""
         for columns in groups:

@@ -1,6 +1,6 @@
 """Which window pages make a prompt's or an answer's end resumable, and which of them are listed for saving (W3, S12)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from akv.plan.window import closing_window, finishing_window, stale_blocks
@@ -70,6 +70,27 @@ class Ending(NamedTuple):
             )
             for group, shape in shapes.items()
         }
+
+    def covered_ends(self, end: int, columns: Sequence[WindowPages]) -> int:
+        """How many of the ends within the rewind, `end` included, have the whole tail of their window in these pages (W4)."""
+        lows = {group.group: end for group in self.groups}
+        for column in columns:
+            for block in reversed(column.blocks):
+                if block == lows[column.group] - 1:
+                    lows[column.group] = block
+        return sum(
+            all(tail.start >= lows[group] for group, tail in self._tails(at) if tail)
+            for at in range(max(1, end - self.rewind_tokens // self.tokens_per_block), end + 1)
+        )
+
+    def lacks(self, end: int, saved: Callable[[int, int], bool]) -> bool:
+        """Whether a page of the window's tail at `end` was not `saved(group, block)`: nobody will resume there."""
+        return any(not saved(group, block) for group, tail in self._tails(end) for block in tail)
+
+    def _tails(self, end: int) -> Iterator[tuple[int, range]]:
+        size = self.tokens_per_block
+        for group in self.groups:
+            yield group.group, range(stale_blocks(end * size, group.window_tokens, group.sink_tokens, size).stop, end)
 
 
 def held_pages(group: int, blocks: Sequence[range], table: Sequence[int]) -> WindowPages:

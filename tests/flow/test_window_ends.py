@@ -2,6 +2,7 @@
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from akv import Connector, EngineCapabilities, EngineContractError, LookupOutcome, Request, Scheduled, SettingsError
 from akv.ports.calls import CallKind
@@ -214,3 +215,29 @@ async def test_S3_a_gather_that_hangs_holds_up_no_pass() -> None:
             assert anyio.current_time() == began
         await gate.reached()
         gate.release()
+
+
+def events(logs: list[dict[str, object]], name: str) -> list[dict[str, object]]:
+    return [log for log in logs if log["event"] == name]
+
+
+@pytest.mark.parametrize(("retention", "ends"), [(0, 1), (16, 5)])
+async def test_W4_ends_that_the_engine_s_retention_costs_are_counted(retention: int, ends: int) -> None:
+    server = WindowServer(windows=((10, 3), (6, 0)), retention_tokens=retention, rewind_tokens=16)
+    with capture_logs() as logs:
+        async with server.open() as kv:
+            await server.serve(kv, "r", tuple(range(46)), chunk=2)
+    [told] = events(logs, "akv.window.end")
+    assert (told["ends"], told["wanted_ends"]) == (ends, 5)
+    assert len([end for end in server.ends(range(46)) if end >= 7]) == ends
+
+
+@pytest.mark.parametrize(("retention", "missing"), [(0, True), (4, False)])
+async def test_S12_an_end_without_its_window_is_counted(retention: int, missing: bool) -> None:
+    server = WindowServer(windows=((8, 0),), retention_tokens=retention)
+    answer = tuple(range(100, 110))
+    with capture_logs() as logs:
+        async with server.open() as kv:
+            request, _ = await answered(server, kv, "r", PROMPT, answer)
+            await request.finished()
+    assert [told["block"] for told in events(logs, "akv.window.tail_missing")] == ([7] if missing else [])
