@@ -55,8 +55,11 @@ class Batch:
 
     async def _pass(self, batch: list[tuple[Job, int]]) -> None:
         over = anyio.Event()
-        for job, _ in batch:
+        for job, count in batch:
             job.pass_over = over
+            if job.sequence is not None:
+                job.sequence.prepare(job.computed + count)
+                job.read_tables()
         try:
             plan = self._plan(batch)
             sampled = await self._forward([job.chunk(count) for job, count in batch], plan)
@@ -102,7 +105,8 @@ class Batch:
         if job.request_id not in self._jobs or job.sequence is None:
             return  # it left while the pass ran
         job.computed += count
-        job.sequence.commit(job.computed)
+        job.sequence.commit(job.computed)  # what windows release here is written by the next pass at the earliest
+        job.read_tables()
         if sample is None:
             return
         if job.length == job.prompt_tokens:

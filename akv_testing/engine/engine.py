@@ -48,8 +48,14 @@ class Engine:
         self._group = group
         self._batch = Batch(config, model, pages, kv)
         #: Read-only for others: how full the cache is, and whether its books are right (`check()`).
-        self.cache = PagedCache(config.tokens_per_block, config.page_counts)
-        self._quarantine = Quarantine()
+        self.cache = PagedCache(
+            config.tokens_per_block,
+            config.page_counts,
+            config.groups,
+            retention_tokens=config.window_retention_tokens,
+            chunk_tokens=config.chunk_tokens,
+        )
+        self._quarantine = Quarantine(self.cache)
         #: Every request that has not given back its pages.
         self._jobs: dict[str, Job] = {}
         #: Requests that wait for pages, first come first served.
@@ -149,7 +155,7 @@ class Engine:
             self._queue.popleft()
             sequence.append(job.tokens[shown:])
             job.sequence = sequence
-            job.tables = sequence.page_tables()
+            job.read_tables()
             job.computed = sequence.local_tokens
             self._quarantine.opened(job.request_id)
             job.admitted.set()
@@ -163,8 +169,10 @@ class Engine:
         asked = anyio.current_time()
         job.lookup_s = asked - began
         job.lookup_outcome = offer.outcome
-        if not offer.tokens:
+        resume = sequence.local_tokens + offer.tokens
+        if not offer.tokens or not sequence.prepare_load(resume):
             return
+        job.read_tables()
         load = job.request.reserve(offer, offer.tokens, job.tables)
         try:
             completed = await load.wait()
@@ -173,14 +181,18 @@ class Engine:
             job.load_failure = failure.reason
             if failure.quarantined:
                 await self._book_others(job, sequence, failure.quarantined)
+            else:
+                sequence.rewind(sequence.local_tokens)
         else:
             job.from_pool_tokens = completed.tokens
-            job.computed += completed.tokens  # and with the first pass others may reuse it
+            job.computed += completed.tokens
         job.load_s = anyio.current_time() - asked
         if job.keep_pages and job.from_pool_tokens and any(group.window_tokens for group in self._config.groups):
             loaded = anyio.current_time()
             await self._note_pages(job)  # now, while windows hold all that was loaded
             job.called_at += anyio.current_time() - loaded  # who compares waits for that, and no client does
+        if job.from_pool_tokens:
+            sequence.commit(resume)  # from now on others may reuse it
 
     async def _book_others(self, job: Job, sequence: PagedSequence, quarantined: PagesPerGroup) -> None:
         """A call that was given up may still write some of the pages, so none of them is computed in."""

@@ -119,6 +119,11 @@ class Job:
         """Whether all tokens were generated."""
         return len(self.tokens) == self.capacity_tokens
 
+    def read_tables(self) -> None:
+        """Take the page tables from the sequence: windows have other pages with each pass."""
+        if self.sequence is not None:
+            self.tables = self.sequence.page_tables()
+
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens, for a pass."""
         end = self.computed + count

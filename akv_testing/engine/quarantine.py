@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from akv.errors import ConnectorBroken, NotOpenError
-from akv.host import Hold, PagedSequence
+from akv.host import PagedCache, PagedSequence
 from akv.values.capabilities import EngineCapabilities
 from akv.values.messages import PagesPerGroup, PagesReleased
 from akv_testing.engine.config import EngineConfig
@@ -25,16 +25,14 @@ def capabilities_of(config: EngineConfig) -> EngineCapabilities:
 class Quarantine:
     """What `capabilities_of()` promises by `keeps_quarantined_pages`.
 
-    akv may name pages while their request still has its sequence, and may release them before that is over: names are kept
-    here until both have let go. A sequence with such a page is held as a whole until its last one is released. That is more
-    than has to be held, for a case that is rare; others may go on reading what was computed.
+    akv may name pages while their request still has its sequence, and may release them before that is over: so names are
+    noted here, and given to the cache with the sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
         #: By request id: pages of requests that have a sequence.
         self._named: dict[str, _Pages] = {}
-        #: Pages of sequences that were given up, with what keeps them out of use.
-        self._held: list[tuple[_Pages, Hold]] = []
 
     def opened(self, request_id: str) -> None:
         """Begin to note names for a request, which has pages now."""
@@ -46,22 +44,15 @@ class Quarantine:
             self._named[request_id] |= _pairs(pages)
 
     def release(self, request_id: str, sequence: PagedSequence) -> None:
-        """The request gives its pages back; they are free unless one of them is in quarantine."""
-        named = self._named.pop(request_id, set())
-        if named:
-            self._held.append((named, sequence.hold()))
-        sequence.release()
+        """The request gives its pages back; they are free, but for those in quarantine."""
+        sequence.release(quarantined=self._grouped(self._named.pop(request_id, set())))
 
     def released(self, ended: PagesReleased) -> None:
-        """The store call returned."""
+        """The store call returned. Pages of a request that still has them are just that request's again."""
         pages = _pairs(ended.pages)
-        # A page stands in one of these places at most: it was named to one request, and is nobody else's meanwhile.
-        for named in (*self._named.values(), *(named for named, _ in self._held)):
-            named.difference_update(pages)
-        for named, hold in self._held:
-            if not named:
-                hold.release()
-        self._held = [(named, hold) for named, hold in self._held if named]
+        held = self._named.get(ended.request_id, set()) & pages
+        self._named.get(ended.request_id, set()).difference_update(held)
+        self._cache.pages_released(self._grouped(pages - held))
 
     async def follow(self, kv: "Connector", freed: Callable[[], None]) -> None:
         """Hear what akv says by itself, for as long as it runs; `freed()` is called when pages may have become free."""
@@ -74,6 +65,10 @@ class Quarantine:
                     else:
                         self.name(ended.request_id, ended.quarantined)
                 await kv.changed.wait()
+
+    def _grouped(self, pages: _Pages) -> PagesPerGroup:
+        groups = range(len(self._cache.page_counts))
+        return tuple(tuple(sorted(page for at, page in pages if at == group)) for group in groups) if pages else ()
 
 
 def _pairs(pages: PagesPerGroup) -> _Pages:

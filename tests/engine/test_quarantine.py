@@ -1,20 +1,27 @@
 """Pages that a store call still touches: the reference engine computes in others until akv says they are free (D2, D6)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 import torch
 
 from akv.connector import Connector
 from akv.errors import LoadFailed
 from akv.host import PagedCache
+from akv.ports.calls import CallKind
 from akv.values.messages import PagesPerGroup, PagesReleased
 from akv.values.offers import LookupOutcome, Offer
 from akv_testing.engine import EngineConfig, Model, Pages, open_engine
 from akv_testing.engine.quarantine import Quarantine
+from akv_testing.store import FakeStore
+
+#: The fixture `served`: what it opens is described in conftest.py.
+OpenServed = Callable[..., AbstractAsyncContextManager[Any]]
 
 TOKENS = [7 * position % 251 for position in range(90)]
 
@@ -23,25 +30,26 @@ def released(pages: PagesPerGroup) -> PagesReleased:
     return PagesReleased(request_id="r", incarnation=1, pages=pages)
 
 
-def test_D2_a_sequence_with_a_page_in_quarantine_is_kept_out_of_use() -> None:
-    cache, quarantine = PagedCache(4, [8, 8]), Quarantine()
+def test_D2_pages_in_quarantine_are_kept_out_of_use() -> None:
+    cache = PagedCache(4, [8, 8])
+    quarantine = Quarantine(cache)
     sequence = cache.admit(range(12), 12)
     assert sequence is not None
     quarantine.opened("r")
     quarantine.name("r", ((0, 1), (2,)))
     quarantine.name("unknown", ((5,), ()))
     quarantine.release("r", sequence)
-    assert cache.available_blocks == 5
+    assert cache.free_pages == (6, 7)
     quarantine.released(released(((0,), ())))
-    quarantine.released(released(((1,), ())))
-    assert cache.available_blocks == 5
-    quarantine.released(released(((), (2,))))
-    assert cache.available_blocks == 8
+    assert cache.free_pages == (7, 7)
+    quarantine.released(released(((1,), (2,))))
+    assert cache.free_pages == (8, 8)
     assert cache.check() == []
 
 
 def test_D2_a_page_that_is_released_before_its_sequence_holds_up_nothing() -> None:
-    cache, quarantine = PagedCache(4, [8]), Quarantine()
+    cache = PagedCache(4, [8])
+    quarantine = Quarantine(cache)
     sequence = cache.admit(range(12), 12)
     assert sequence is not None
     quarantine.opened("r")
@@ -121,8 +129,32 @@ async def test_D2_a_failed_load_is_computed_in_pages_that_nobody_writes(config: 
         for group, table in enumerate(kv.pages):
             assert not set(table) & set(hurt.page_tables[group])
             assert all(not cache[list(table)].any() for cache in pages.caches[group])
-        assert engine.cache.available_blocks == 64 - 12  # the whole sequence of the load
+        assert engine.cache.available_blocks == 64 - 11  # the load's
         kv.lets_go()
         await anyio.wait_all_tasks_blocked()
         assert engine.cache.available_blocks == 64
         assert engine.cache.check() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("contiguous", [True, False])
+async def test_D2_a_store_that_writes_pages_itself_keeps_them_until_its_call_returned(
+    config: EngineConfig, served: OpenServed, contiguous: bool
+) -> None:
+    config = msgspec.structs.replace(config, contiguous_pages=contiguous)
+    store = FakeStore(anyio.current_time)
+    async with served(config, store) as computing:
+        cold = await computing.engine.generate("cold", TOKENS, max_new_tokens=6, keep_logits=True)
+    async with served(config, store, load_deadline_s=0.05) as fresh:
+        gate = fresh.runner.hold(CallKind.GET)
+        hurt = await fresh.engine.generate("hurt", TOKENS, max_new_tokens=6, keep_logits=True)
+        assert (hurt.load_failure, hurt.from_pool_tokens) == ("deadline", 0)
+        assert torch.equal(cast(torch.Tensor, hurt.logits), cast(torch.Tensor, cold.logits))
+        await fresh.engine.settled()
+        assert (fresh.engine.cache.available_blocks < 64) is contiguous  # a slot of akv's keeps no page
+        gate.release()
+        with anyio.fail_after(50):
+            while fresh.engine.cache.available_blocks < 64:
+                await fresh.kv.changed.wait()
+                await anyio.lowlevel.checkpoint()
+        assert fresh.engine.cache.check() == []
