@@ -13,21 +13,24 @@ from akv_testing.engine import EngineConfig, layout_of
 
 
 @pytest.fixture
-def swap_two_stored_pages() -> Callable[[str, EngineConfig, tuple[int, ...]], Awaitable[None]]:
-    """Give the third and the fourth page of a prompt each other's bytes, as no client of akv ever would."""
+def swap_two_stored_pages() -> Callable[..., Awaitable[None]]:
+    """Give two neighbouring pages of a prompt, its third and fourth say, each other's bytes, as no client ever would."""
 
-    async def swap(address: str, config: EngineConfig, prompt: tuple[int, ...]) -> None:
-        await anyio.to_thread.run_sync(_swap, address, config, prompt)
+    async def swap(
+        address: str, config: EngineConfig, prompt: tuple[int, ...], *, group: int = 0, first_block: int = 2
+    ) -> None:
+        await anyio.to_thread.run_sync(_swap, address, config, prompt, group, first_block)
 
     return swap
 
 
-def _swap(address: str, config: EngineConfig, prompt: tuple[int, ...]) -> None:
+def _swap(address: str, config: EngineConfig, prompt: tuple[int, ...], group: int, first: int) -> None:
     from mooncake.store import MooncakeDistributedStore
 
     chain = Chain(scope_seed(EMPTY_SCOPE), config.tokens_per_block)
     chain.append(prompt)
-    keys = KeySpace.of(layout_of(config), settings(address).namespace, config.model.key).keys(0, chain.hashes(2, 4))
+    space = KeySpace.of(layout_of(config), settings(address, config.model.key).namespace, config.model.key)
+    keys = space.keys(group, chain.hashes(first, first + 2))
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * 1024**2, "tcp", "", address) == 0
     pages = [store.get(key) for key in keys]

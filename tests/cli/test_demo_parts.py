@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from akv.cli.demo.conversations import common_prefix, questions, reusable_tokens
-from akv.cli.demo.jobs import Figures, TimesToFirstToken
+from akv.cli.demo.conversations import common_prefix, ending_at, forks, questions, reusable_tokens
+from akv.cli.demo.jobs import Figures, TimesToFirstToken, Turn
 from akv.cli.demo.report import show, verdict
+from akv_testing.engine.text import conversation
 
 GOOD = Figures(
     layout="full",
@@ -20,6 +21,7 @@ GOOD = Figures(
     reuse=1.0,
     compared=9,
     identical_to_local_reuse=9,
+    outcomes={"full": 5, "rewound": 4},
     pages_compared=30,
     page_mismatches=0,
     bytes_saved=1,
@@ -37,9 +39,27 @@ def test_Q2_conversations_are_real_text_and_never_alike() -> None:
     assert all(len(turns[0].encode()) > 1800 for turns in asked)
 
 
-def test_Q2_prompts_end_at_many_places_of_a_block() -> None:
-    lengths = {len(text.encode()) % 32 for number in range(9) for text in questions(number, 3)}
-    assert len(lengths) > 8
+def test_W1_prompts_end_at_every_place_of_a_block() -> None:
+    told: list[tuple[str, tuple[int, ...]]] = []
+    residues = set()
+    for number, question in enumerate(questions(3, 40)):
+        cut = ending_at(told, question, number % 32, 32)
+        assert question.startswith(cut)
+        assert len(question.encode()) - len(cut.encode()) < 64  # a character that is no byte may have to go, too
+        residues.add(len(conversation(told, cut)) % 32)
+        told.append((cut, (1, 2, 3)))
+    assert residues == set(range(32))
+
+
+def test_W7_forks_leave_a_conversation_where_no_turn_of_it_ended() -> None:
+    first = Turn(tuple(range(1000)), tuple(range(1000, 1012)))
+    second = Turn((*first.prompt, *first.answer, *range(2000, 2600)), (1, 2))
+    middle, near, far = forks([first, second], 7, 128)
+    assert common_prefix(middle, first.prompt) == 506
+    assert common_prefix(near, second.prompt) == 1012 + 64
+    assert common_prefix(far, second.prompt) == 1012 + 300
+    assert len({*forks([first, second], 7, 128), *forks([first, second], 8, 128)}) == 6
+    assert forks([first], 7, 128) == [middle]
 
 
 @given(tokens, st.lists(tokens, max_size=4), st.integers(1, 5), st.integers(0, 4))
@@ -82,5 +102,5 @@ def test_the_table_shows_every_figure() -> None:
     console = Console(record=True, width=120)
     show(GOOD, console)
     text = console.export_text()
-    for figure in ("9 of 9", "0 of 30", "960 of 960", "100.0 ms", "20.0 ms", "19.0 ms", "100.0%"):
+    for figure in ("9 of 9", "0 of 30", "960 of 960", "100.0 ms", "20.0 ms", "19.0 ms", "100.0%", "5 full, 4 rewound"):
         assert figure in text

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from akv.cli.demo import command
 from akv.cli.demo.jobs import Figures, Turn
 from akv.cli.demo.run import run_demo
-from akv.cli.demo.setting import engine_config
+from akv.cli.demo.setting import TOKENS_PER_BLOCK, DemoLayout, engine_config
 from akv.cli.main import build_app
-from akv_testing.engine import EngineConfig, layout_of
+from akv_testing.engine import layout_of
 
 pytestmark = pytest.mark.mooncake
 
 #: The fixture `swap_two_stored_pages`, which conftest.py describes.
-Swap = Callable[[str, EngineConfig, tuple[int, ...]], Awaitable[None]]
+Swap = Callable[..., Awaitable[None]]
 
 
 @pytest.mark.timeout(180)
@@ -32,11 +32,12 @@ def test_Q1_process_b_answers_from_what_process_a_computed(backend: str) -> None
     assert tuple(figures) == Figures.__struct_fields__
     assert (figures["layout"], figures["backend"]) == ("full", backend)
     assert figures["identical_to_local_reuse"] == figures["compared"] > 3
+    assert figures["outcomes"] == {"full": 4}
     assert figures["page_mismatches"] == 0 < figures["pages_compared"]
     assert figures["from_pool_tokens"] > 1000
     assert figures["reuse"] >= 0.95
     assert figures["ttft_ms"]["pool_hit"] < figures["ttft_ms"]["cold"]
-    page_bytes = layout_of(engine_config()).groups[0].bytes_per_page
+    page_bytes = layout_of(engine_config(DemoLayout.FULL)).groups[0].bytes_per_page
     assert figures["bytes_loaded"] == figures["pages_compared"] * page_bytes
     assert figures["bytes_saved"] > 0
 
@@ -44,7 +45,7 @@ def test_Q1_process_b_answers_from_what_process_a_computed(backend: str) -> None
 @pytest.mark.timeout(180)
 def test_Q1_a_planted_fault_is_found_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, swap_two_stored_pages: Swap) -> None:
     async def plant(address: str, answered: tuple[tuple[Turn, ...], ...]) -> None:
-        await swap_two_stored_pages(address, engine_config(), answered[0][0].prompt)
+        await swap_two_stored_pages(address, engine_config(DemoLayout.FULL), answered[0][0].prompt)
 
     monkeypatch.setattr(command, "run_demo", partial(run_demo, after_saving=plant))
     done = CliRunner().invoke(build_app(), ["demo", "--json", "--conversations", "1", "--turns", "2"])
@@ -52,3 +53,37 @@ def test_Q1_a_planted_fault_is_found_and_exits_with_1(monkeypatch: pytest.Monkey
     figures = json.loads(done.stdout)
     assert figures["page_mismatches"] == 4  # both pages, in both turns
     assert figures["identical_to_local_reuse"] < figures["compared"] == 2
+
+
+@pytest.mark.timeout(180)
+def test_Q1_windows_give_the_bits_of_local_reuse_at_every_end_that_a_lookup_finds() -> None:
+    options = ["demo", "--json", "--layout", "sliding", "--conversations", "2", "--turns", "2"]
+    done = subprocess.run([sys.executable, "-m", "akv.cli.main", *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["layout"] == "sliding"
+    # Each conversation: two prompts again, and three that leave it (W7).
+    assert figures["outcomes"] == {"full": 4, "window_miss": 2, "rewound": 2, "recovered": 2}
+    assert figures["requests"] == 10
+    assert figures["identical_to_local_reuse"] == figures["compared"] == 8
+    assert figures["page_mismatches"] == 0 < figures["pages_compared"]
+    assert figures["bytes_saved"] > 0 < figures["bytes_loaded"]
+
+
+@pytest.mark.timeout(180)
+def test_Q1_a_planted_fault_in_a_window_is_found(monkeypatch: pytest.MonkeyPatch, swap_two_stored_pages: Swap) -> None:
+    config = engine_config(DemoLayout.SLIDING)
+
+    async def plant(address: str, answered: tuple[tuple[Turn, ...], ...]) -> None:
+        prompt = answered[0][0].prompt
+        # The last two that every request with this prompt reads: it has to compute a token.
+        end = (len(prompt) - 1) // TOKENS_PER_BLOCK
+        await swap_two_stored_pages(address, config, prompt, group=2, first_block=end - 2)
+
+    monkeypatch.setattr(command, "run_demo", partial(run_demo, after_saving=plant))
+    arguments = ["demo", "--json", "--layout", "sliding", "--conversations", "1", "--turns", "1"]
+    done = CliRunner().invoke(build_app(), arguments)
+    assert done.exit_code == 1, done.output
+    figures = json.loads(done.stdout)
+    assert figures["page_mismatches"] == 2
+    assert figures["identical_to_local_reuse"] < figures["compared"] == 1

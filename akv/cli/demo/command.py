@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from akv.cli.demo import jobs
 from akv.cli.demo.report import show, show_trace
 from akv.cli.demo.run import refuse_if_missing, run_demo, run_trace
+from akv.cli.demo.setting import DemoLayout
 from akv.cli.demo.trace_job import DEFAULT_SCALE, DEFAULT_SPEED, SCALES, open_trace
 
 
@@ -27,8 +28,10 @@ class Backend(StrEnum):
     TRIO = "trio"
 
 
+#: Conversations and turns by default. With windows as many as a block has tokens, so that prompts end at each place of one.
+_DEFAULTS = {DemoLayout.FULL: (3, 3), DemoLayout.SLIDING: (8, 4)}
 #: Options that only one of the two demos has.
-_OF_CONVERSATIONS = ("conversations", "turns")
+_OF_CONVERSATIONS = ("layout", "conversations", "turns")
 _OF_TRACES = ("requests", "scale", "speed")
 
 
@@ -39,8 +42,17 @@ def add_demo(app: typer.Typer) -> None:
     def demo(
         context: typer.Context,
         backend: Annotated[Backend, typer.Option(help="The event loop of every process.")] = Backend.ASYNCIO,
-        conversations: Annotated[int, typer.Option(min=1, max=24, help="Conversations, each about a text of its own.")] = 3,
-        turns: Annotated[int, typer.Option(min=1, max=8, help="Turns of each; a prompt holds all turns before it.")] = 3,
+        layout: Annotated[
+            DemoLayout, typer.Option(help="The model's attention: full, or windows and sinks in turn with it.")
+        ] = DemoLayout.FULL,
+        conversations: Annotated[
+            int | None,
+            typer.Option(min=1, max=24, help="Conversations, each about a text of its own. Default: 3; sliding: 8."),
+        ] = None,
+        turns: Annotated[
+            int | None,
+            typer.Option(min=1, max=8, help="Turns of each; a prompt holds all turns before it. Default: 3; sliding: 4."),
+        ] = None,
         trace: Annotated[
             Path | None, typer.Option(help="Replay this trace, in Mooncake's format, and not conversations.")
         ] = None,
@@ -65,7 +77,8 @@ def add_demo(app: typer.Typer) -> None:
         figures: jobs.Figures | jobs.TraceFigures
         with _progress() as progress:
             if replayed is None:
-                run = partial(run_demo, conversations=conversations, turns=turns)
+                most, deepest = _DEFAULTS[layout]
+                run = partial(run_demo, layout=layout, conversations=conversations or most, turns=turns or deepest)
                 figures = anyio.run(partial(run, backend=backend.value, progress=progress), backend=backend.value)
             else:
                 replay = partial(run_trace, trace=replayed)

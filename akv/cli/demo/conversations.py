@@ -1,7 +1,13 @@
 """Real text for the demo, without a download: the help topics that every CPython ships."""
 
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
+from akv.cli.demo.jobs import Turn
+from akv_testing.engine.text import conversation, encode
+
+#: How a prompt goes on that leaves a conversation.
+_ASIDE = "Leave this, and tell me instead what else there is to know, in a few words that a newcomer understands."
 #: Bytes of a conversation's first question and of each later one. Tokens are bytes, so these are their lengths in tokens too:
 #: a first prompt long enough that computing it takes clearly longer than loading it.
 FIRST_QUESTION_BYTES = 1800
@@ -23,6 +29,30 @@ def questions(conversation: int, turns: int) -> list[str]:
         asked.append(f"Conversation {conversation}. Explain this: {book[at : at + length]}")
         at += length
     return asked
+
+
+def ending_at(told: Sequence[tuple[str, Sequence[int]]], question: str, residue: int, modulus: int) -> str:
+    """The question, cut so that the prompt's length has this residue: so prompts end at every place of a block."""
+    length = len(conversation(told, question))
+    while length % modulus != residue:
+        length -= len(question[-1].encode())
+        question = question[:-1]
+    return question
+
+
+def forks(turns: Sequence[Turn], number: int, rewind_tokens: int) -> list[tuple[int, ...]]:
+    """Prompts that leave a conversation, of which the pool holds these turns, where none of the turns ended.
+
+    Window pages are stored at the ends of prompts and of answers, and for `rewind_tokens` before an end of a prompt. One of
+    these prompts leaves inside the first one, with no such end before it; one shortly behind the first answer; and one as far
+    behind that as before the second prompt's end. `number` keeps the forks of different conversations apart.
+    """
+    first = turns[0].prompt + turns[0].answer
+    leaving = [first[: len(first) // 2]]
+    if len(turns) > 1:
+        second = turns[1].prompt
+        leaving += [second[: len(first) + rewind_tokens // 2], second[: (len(first) + len(second)) // 2]]
+    return [(*begin, *encode(f"{number}.{at}: {_ASIDE}")) for at, begin in enumerate(leaving)]
 
 
 def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from akv.cli.demo.pagebook import PageBook
+from akv.cli.demo.setting import DemoLayout
 from akv.cli.demo.trace import TraceRow
 
 #: Called as a run goes: what is under way, how much of it is done, and of how much.
@@ -16,6 +17,8 @@ class Turn(msgspec.Struct, frozen=True):
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    #: Tokens of the prompt that process A had computed before: where this request resumed, and so how its rest was cut.
+    local_tokens: int = 0
 
 
 class TraceJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     master_address: str
     #: Bytes of memory that the lender gives to the pool.
     segment_bytes: int
+    layout: DemoLayout = DemoLayout.FULL
     conversations: int = 0
     turns: int = 0
     #: What process A answered, for process B: conversations, each a list of its turns.
@@ -84,6 +88,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     #: Requests with a hit, each of whose generated steps' logits were compared with local reuse; those equal bit for bit (Q1).
     compared: int
     identical_to_local_reuse: int
+    #: Lookups by what they found; the names are those of akv's events.
+    outcomes: dict[str, int]
     #: Pages that came from the pool, each compared with the reference run's page of the same block and group; those that
     #: differ.
     pages_compared: int

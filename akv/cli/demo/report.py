@@ -16,6 +16,7 @@ def show(figures: Figures, console: Console) -> None:
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
         ("tokens from the pool", f"{figures.from_pool_tokens:,} of {figures.reusable_tokens:,} reusable"),
         ("reuse", f"{figures.reuse:.1%}"),
+        ("lookups by what they found", ", ".join(f"{count} {name}" for name, count in figures.outcomes.items())),
         ("answers equal to local reuse, bit for bit", f"{figures.identical_to_local_reuse} of {figures.compared} compared"),
         ("pages from the pool that differ", f"{figures.page_mismatches} of {figures.pages_compared:,} compared"),
         (

@@ -10,7 +10,7 @@ import msgspec
 from akv.cli.demo.children import open_child
 from akv.cli.demo.jobs import Figures, Job, Line, Progress, Replayed, TraceFigures, TraceJob, Turn
 from akv.cli.demo.process import Part
-from akv.cli.demo.setting import SEGMENT_BYTES, trace_segment_bytes
+from akv.cli.demo.setting import SEGMENT_BYTES, DemoLayout, trace_segment_bytes
 from akv.errors import DependencyError
 from akv.pool import open_embedded_master
 
@@ -22,7 +22,13 @@ Served = TypeVar("Served")
 
 
 async def run_demo(
-    *, backend: str, conversations: int, turns: int, progress: Progress, after_saving: AfterSaving | None = None
+    *,
+    backend: str,
+    layout: DemoLayout,
+    conversations: int,
+    turns: int,
+    progress: Progress,
+    after_saving: AfterSaving | None = None,
 ) -> Figures:
     """Run all of it and return process B's figures.
 
@@ -31,7 +37,14 @@ async def run_demo(
     PoolError.
     **Cancellation:** every process is ended before this returns.
     """
-    job = Job(backend=backend, master_address="", segment_bytes=SEGMENT_BYTES, conversations=conversations, turns=turns)
+    job = Job(
+        backend=backend,
+        master_address="",
+        segment_bytes=SEGMENT_BYTES,
+        layout=layout,
+        conversations=conversations,
+        turns=turns,
+    )
     return await _run(
         job,
         progress,

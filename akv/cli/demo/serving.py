@@ -1,26 +1,50 @@
 """Process B: serves the same conversations from the pool, and compares every step with local reuse.
 
-Three engines with the same weights serve each request in turn: one that computes everything (cold), one that has computed the
-same conversations itself and reuses its own pages (the reference), and one that has nothing and reads the pool. The last two
-resume behind the same block and cut the rest alike, so their logits are equal bit for bit or something is wrong (Q1).
+Two engines with the same weights: the reference has computed the same conversations itself, as process A did, and keeps every
+page; the other one has nothing and reads the pool. Each request is served by that one, then by the reference without reuse
+(cold), then by the reference resuming from its own pages where the first one resumed. The two that resume cut the rest alike,
+so their logits are equal bit for bit or something is wrong (Q1).
 """
 
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
 from akv import open_connector
-from akv.cli.demo.conversations import reusable_tokens
+from akv.cli.demo.conversations import forks, reusable_tokens
 from akv.cli.demo.jobs import Figures, Job, Progress, TimesToFirstToken
 from akv.cli.demo.moved import BytesMoved
 from akv.cli.demo.rounding import milliseconds, share
-from akv.cli.demo.saving import answer_all
-from akv.cli.demo.setting import ANSWER_TOKENS, TOKENS_PER_BLOCK, engine_config, settings
-from akv_testing.engine import Engine, Model, Pages, Result, open_engine
+from akv.cli.demo.setting import (
+    ANSWER_TOKENS,
+    REWIND_TOKENS,
+    TOKENS_PER_BLOCK,
+    DemoLayout,
+    engine_config,
+    settings,
+)
+from akv.plan.window import load_blocks
+from akv_testing.engine import (
+    AttentionGroup,
+    Engine,
+    EngineConfig,
+    Model,
+    Pages,
+    Result,
+    capabilities_of,
+    open_engine,
+)
 
 
 class Comparison:
     """What the requests of process B add up to."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: tuple[AttentionGroup, ...]) -> None:
+        self._groups = groups
         self.prompt_tokens = self.reusable_tokens = self.from_pool_tokens = 0
         self.compared = self.identical = self.pages_compared = self.page_mismatches = 0
+        self.outcomes: Counter[str] = Counter()
         self.cold: list[float] = []
         self.pool_hit: list[float] = []
         self.local_hit: list[float] = []
@@ -30,35 +54,38 @@ class Comparison:
         self.prompt_tokens += pool.prompt_tokens
         self.reusable_tokens += reusable
         self.from_pool_tokens += pool.from_pool_tokens
+        self.outcomes[pool.lookup_outcome] += 1
         self.cold.append(cold.ttft_s)
+        if not pool.from_pool_tokens:
+            return
         self.local_hit.append(local.ttft_s)
-        if pool.from_pool_tokens:
-            self.pool_hit.append(pool.ttft_s)
-            self.compared += 1
-            self.identical += _same_bits(local, pool)
-        blocks = pool.from_pool_tokens // TOKENS_PER_BLOCK
-        for ours, theirs in zip(pool.page_digests, local.page_digests, strict=True):
-            self.pages_compared += blocks
-            self.page_mismatches += sum(a != b for a, b in zip(ours[:blocks], theirs[:blocks], strict=True))
+        self.pool_hit.append(pool.ttft_s)
+        self.compared += 1
+        self.identical += _same_bits(local, pool)
+        end = pool.from_pool_tokens // TOKENS_PER_BLOCK
+        for group, ours, theirs in zip(self._groups, pool.page_digests, local.page_digests, strict=True):
+            for blocks in load_blocks(0, end, group.window_tokens, group.sink_tokens, TOKENS_PER_BLOCK):
+                self.pages_compared += len(blocks)
+                self.page_mismatches += sum(ours[block] != theirs[block] for block in blocks)
 
 
 async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     """Serve what process A answered. `moved` must be among structlog's processors."""
-    config = engine_config()
+    config = engine_config(job.layout)
     model = Model(config.model, config.device)
     pages = Pages(config)
-    comparison = Comparison()
+    comparison = Comparison(config.groups)
+    its_settings = settings(job.master_address, config.model.key)
     async with (
-        open_engine(config, model=model) as reference,
-        open_connector(settings(job.master_address), pages.layout, pages.caches) as kv,
+        open_engine(_keeping_everything(config), model=model) as reference,
+        open_connector(its_settings, pages.layout, pages.caches, capabilities=capabilities_of(config)) as kv,
         open_engine(config, model=model, pages=pages, kv=kv) as engine,
     ):
-        # The reference's pages come from the schedule that process A computed by; then each request finds all of it locally.
-        await answer_all(reference, job, lambda done, of: progress("reference run", done, of))
+        await _compute_as_process_a(reference, job, progress)
         await _warm_up(reference)
         await _compare_all(job, reference, engine, comparison, progress)
     return Figures(
-        layout="full",
+        layout=job.layout,
         backend=job.backend,
         requests=len(comparison.cold),
         prompt_tokens=comparison.prompt_tokens,
@@ -67,6 +94,7 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
         reuse=share(comparison.from_pool_tokens, comparison.reusable_tokens),
         compared=comparison.compared,
         identical_to_local_reuse=comparison.identical,
+        outcomes=dict(comparison.outcomes.most_common()),
         pages_compared=comparison.pages_compared,
         page_mismatches=comparison.page_mismatches,
         bytes_saved=moved.saved,
@@ -79,24 +107,53 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     )
 
 
-async def _compare_all(job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Progress) -> None:
-    stored = [turn.prompt + turn.answer[:-1] for turns in job.answered for turn in turns]
+def _keeping_everything(config: EngineConfig) -> EngineConfig:
+    """The reference can resume wherever the pool can: what windows keep changes no bit of what is computed."""
+    return msgspec.structs.replace(config, window_retention_tokens=config.model.max_tokens)
+
+
+async def _compute_as_process_a(reference: Engine, job: Job, progress: Progress) -> None:
+    """Give the reference the pages that process A computed: they follow from where its requests resumed."""
     turns = [(f"c{c}t{t}", turn) for c, answered in enumerate(job.answered) for t, turn in enumerate(answered)]
     for done, (request_id, turn) in enumerate(turns, 1):
-        cold = await reference.generate(
-            f"{request_id}-cold", turn.prompt, max_new_tokens=1, local_reuse=False, reads_pool=False
+        await reference.generate(
+            request_id, turn.prompt, max_new_tokens=len(turn.answer), local_at_most=turn.local_tokens, reads_pool=False
         )
-        local = await reference.generate(
-            request_id, turn.prompt, max_new_tokens=ANSWER_TOKENS, keep_logits=True, keep_pages=True
-        )
-        # Without local reuse, so that all it has comes from the pool and both resume behind the same block.
+        await reference.settled()
+        progress("reference run", done, len(turns))
+
+
+def _prompts(job: Job) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What process B is asked: all prompts of process A again, and with windows prompts that leave them half-way."""
+    for number, turns in enumerate(job.answered):
+        for at, turn in enumerate(turns):
+            yield f"c{number}t{at}", turn.prompt
+        if job.layout is DemoLayout.SLIDING:
+            for at, prompt in enumerate(forks(turns, number, REWIND_TOKENS)):
+                yield f"c{number}f{at}", prompt
+
+
+async def _compare_all(job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Progress) -> None:
+    stored = [turn.prompt + turn.answer[:-1] for turns in job.answered for turn in turns]
+    prompts = list(_prompts(job))
+    for done, (request_id, prompt) in enumerate(prompts, 1):
+        # Without local reuse, so that all it has comes from the pool.
         pool = await engine.generate(
-            request_id, turn.prompt, max_new_tokens=ANSWER_TOKENS, local_reuse=False, keep_logits=True, keep_pages=True
+            request_id, prompt, max_new_tokens=ANSWER_TOKENS, local_reuse=False, keep_logits=True, keep_pages=True
+        )
+        cold = await reference.generate(f"{request_id}-cold", prompt, max_new_tokens=1, local_reuse=False)
+        local = await reference.generate(
+            request_id,
+            prompt,
+            max_new_tokens=ANSWER_TOKENS,
+            local_at_most=pool.from_pool_tokens,
+            keep_logits=True,
+            keep_pages=True,
         )
         await reference.settled()
         await engine.settled()
-        comparison.add(cold, local, pool, reusable_tokens(turn.prompt, stored, pool.local_tokens, TOKENS_PER_BLOCK))
-        progress("serve from the pool", done, len(turns))
+        comparison.add(cold, local, pool, reusable_tokens(prompt, stored, pool.local_tokens, TOKENS_PER_BLOCK))
+        progress("serve from the pool", done, len(prompts))
 
 
 async def _warm_up(engine: Engine) -> None:

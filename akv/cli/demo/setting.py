@@ -1,6 +1,7 @@
 """What both of the demo's serving processes must have alike: model, pages, settings."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from akv.cli.demo.scaling import VOCABULARY, scaled_lengths
@@ -10,6 +11,16 @@ from akv.settings import Settings, StoreSettings
 if TYPE_CHECKING:
     from akv_testing.engine import EngineConfig
 
+
+class DemoLayout(StrEnum):
+    """Which model the conversations are held with."""
+
+    #: Full attention in every layer.
+    FULL = "full"
+    #: Full attention and sliding windows in turn, with sinks; two dtypes and three sizes of pages.
+    SLIDING = "sliding"
+
+
 #: Bytes of memory that the demo's lender gives to the pool.
 SEGMENT_BYTES = 512 * 1024**2
 #: Tokens of each answer. Few: the demo is about prompts.
@@ -17,6 +28,9 @@ ANSWER_TOKENS = 12
 TOKENS_PER_BLOCK = 32
 #: Pages of each engine's cache, for prompts of at most this many tokens in all conversations together.
 CACHE_TOKENS = 96 * 1024
+#: With windows: how far behind a longer hit a lookup resumes (R), and how far behind their windows requests keep pages. Below
+#: the default, so that prompts of a demo's length show what lies within it and what lies beyond.
+REWIND_TOKENS = 128
 #: For traces: at the default scale a block of the trace is one of these.
 TRACE_TOKENS_PER_BLOCK = 16
 #: Tokens of one request, prompt and answer, at most.
@@ -25,11 +39,20 @@ TRACE_MAX_TOKENS = 16 * 1024
 TRACE_KV_BYTES_PER_TOKEN = 1024
 
 
-def engine_config() -> "EngineConfig":
+def engine_config(layout: DemoLayout) -> "EngineConfig":
     """The reference engine's model and cache; one thread, so that bits do not depend on the number of cores."""
-    from akv_testing.engine import DEMO, EngineConfig  # noqa: PLC0415 - loads torch
+    from akv_testing.engine import DEMO, DEMO_SLIDING, EngineConfig  # noqa: PLC0415 - loads torch
 
-    return EngineConfig(model=DEMO, tokens_per_block=TOKENS_PER_BLOCK, pages=CACHE_TOKENS // TOKENS_PER_BLOCK)
+    pages = CACHE_TOKENS // TOKENS_PER_BLOCK
+    if layout is DemoLayout.FULL:
+        return EngineConfig(model=DEMO, tokens_per_block=TOKENS_PER_BLOCK, pages=pages)
+    return EngineConfig(
+        model=DEMO_SLIDING,
+        tokens_per_block=TOKENS_PER_BLOCK,
+        pages=pages,
+        window_retention_tokens=REWIND_TOKENS,
+        contiguous_pages=True,
+    )
 
 
 def trace_engine_config() -> "EngineConfig":
@@ -68,12 +91,13 @@ def trace_segment_bytes(rows: Sequence[TraceRow], scale: int) -> int:
     return max(SEGMENT_BYTES, 2 * blocks * size * TRACE_KV_BYTES_PER_TOKEN)
 
 
-def settings(master_address: str, model_key: str | None = None) -> Settings:
+def settings(master_address: str, model_key: str) -> Settings:
     """A client of the demo's pool that lends nothing: pages outlive the process that computed them."""
     return Settings(
-        model_key=engine_config().model.key if model_key is None else model_key,
+        model_key=model_key,
         store=StoreSettings(master_address=master_address, segment_bytes=0),
         staging_buffer_bytes=64 * 1024**2,
+        rewind_tokens=REWIND_TOKENS,
         # The demo shows what is in the pool, not how an overloaded machine degrades.
         lookup_deadline_s=10.0,
         load_deadline_s=30.0,

@@ -14,7 +14,7 @@ from akv.cli.demo.replay import Replay
 from akv.cli.demo.rounding import milliseconds, share
 from akv.cli.demo.scaling import ReplayedRequest, scaled
 from akv.cli.demo.setting import settings, trace_engine_config
-from akv_testing.engine import Pages, Result, open_engine
+from akv_testing.engine import Pages, Result, capabilities_of, open_engine
 
 Answered = Callable[[ReplayedRequest, Result], None]
 
@@ -117,8 +117,9 @@ async def _run(job: Job, trace: TraceJob, *, reads_pool: bool, answered: Answere
     pages = Pages(config)
     began_ms = trace.rows[0].timestamp
     requests = [scaled(row, trace.scale, trace.speed, began_ms) for row in trace.rows]
+    its_settings = settings(job.master_address, config.model.key)
     async with (
-        open_connector(settings(job.master_address, config.model.key), pages.layout, pages.caches) as kv,
+        open_connector(its_settings, pages.layout, pages.caches, capabilities=capabilities_of(config)) as kv,
         open_engine(config, pages=pages, kv=kv) as engine,
     ):
         replay = Replay(engine, reads_pool=reads_pool, answered=answered)
