@@ -129,14 +129,14 @@ class Halves:
 
     async def after_forward(self, plan: PassPlan) -> None:
         """Copy the window pages of a pass that has been queued, then hand its saves over."""
-        planned = self.end_plan(lambda: self.scheduler.take(plan))
+        planned, after = self.end_plan(lambda: self.scheduler.take(plan))
         snapshots: dict[int, Snapshot] = {}
         try:
             if any(order.snapshot for order in planned.plan.saves):
                 await self.worker.snapshot(planned.plan, snapshots)
         finally:
             # Also when this is cancelled: the pass ran, and its pages hold KV.
-            self.scheduler.ran(planned, snapshots)
+            self.scheduler.ran(planned, after, snapshots)
         await checkpoint()
 
     def end_plan(self, end: Callable[[], Ended]) -> Ended:

@@ -200,7 +200,8 @@ WINDOW_END = _event(
     "debug",
     "request_id incarnation pages ends wanted_ends",
     "A prompt is complete. Of the `wanted_ends` at which the rewind lets a later request resume, `ends` have their window "
-    "among the `pages` that the engine still held. Fewer mean that it keeps too little behind the window: raise its retention.",
+    "among the `pages` that the engine still held. Fewer mean that it keeps too little behind the window: raise its "
+    "retention.",
 )
 WINDOW_TAIL_MISSING = _event(
     "akv.window.tail_missing",

@@ -210,17 +210,19 @@ class SchedulerHalf:
             self._reader.check_pages(record, columns.group, columns.pages, columns.blocks)
         return order
 
-    def take(self, plan: PassPlan) -> Planned:
-        """The planned pass has been queued on the execution stream: the plan ends, and `ran` follows."""
+    def take(self, plan: PassPlan) -> tuple[Planned, PassEvent]:
+        """The planned pass has been queued on the execution stream: the plan ends, and `ran` follows, given the pass's event."""
         # First what may fail: then the plan is still open, and may be dropped.
-        self.fence()
-        return self._end(plan, "superseded by a later pass")
+        after = self.fence()
+        return self._end(plan, "superseded by a later pass"), after
 
-    def ran(self, planned: Planned, snapshots: dict[int, Snapshot]) -> None:
+    def ran(self, planned: Planned, after: PassEvent, snapshots: dict[int, Snapshot]) -> None:
         """What is to be copied at the pass has been: move the marks, hand the pass's saves over. Raises DeviceError."""
         queued: list[SaveOrder] = []
         try:
-            after = self.fence()
+            if snapshots:
+                # Behind the copies: whatever waits for the pass's event then waits for them, too (S3).
+                after = self.fence()
             copied = (order for order in planned.plan.saves if order.save_id in snapshots or not order.snapshot)
             queued = [q for order in copied if (q := self.requests.queue_save(order)) is not None]
             for part in planned.parts:
