@@ -72,8 +72,11 @@ def _of_window(holdings: Holdings, pool: WindowPool, cached: list[Block]) -> Ite
             yield f"group {group}: page {page.page} has {page.holders} holders, idle is {page in pool.idle}"
     yield from _of_pages(holdings, group, Counter(pool.free) + Counter(page.page for page in {*held, *found}))
     booked = sum(table.booked for table in tables)
-    if booked != pool.booked or booked > pool.count:
-        yield f"group {group}: {pool.booked} of {pool.count} pages are booked, by its holders {booked}"
+    if booked != pool.booked:
+        yield f"group {group}: {pool.booked} pages are booked, by its holders {booked}"
+    to_take, there = booked - sum(len(table.pages) for table in tables), len(pool.free) + len(pool.idle)
+    if to_take > there:
+        yield f"group {group}: holders may take {to_take} pages more, and there are {there}"
     for table in tables:
         if len(table.pages) > table.booked:
             yield f"group {group}: a holder has {len(table.pages)} pages and booked {table.booked}"

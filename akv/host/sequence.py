@@ -89,8 +89,6 @@ class PagedSequence(Hold):
         self._prepared = self.local_tokens
         #: Where a load that is prepared, and has not ended, will let the sequence resume.
         self._loading: int | None = None
-        #: Whether a hold was taken, which may keep window pages that this sequence gives back.
-        self._followed = False
 
     @property
     def tokens(self) -> int:
@@ -134,7 +132,7 @@ class PagedSequence(Hold):
                 f"a pass cannot compute up to {upto_tokens} tokens: {self.computed_tokens} are computed, and there are pages "
                 f"for {self.capacity_tokens}"
             )
-        self._refuse_if_followed()
+        self._refuse_if_held()
         if self._windows and self._loading is not None:
             raise EngineContractError(
                 f"a load to resume at {self._loading} tokens is prepared: commit({self._loading}) when it is LOADED, rewind() "
@@ -163,7 +161,7 @@ class PagedSequence(Hold):
         computed already or has no pages, and after `hold()`.
         """
         self._refuse_if_released()
-        self._refuse_if_followed()
+        self._refuse_if_held()
         size = self._tokens_per_block
         known = min(self.tokens, self.capacity_tokens)
         if tokens % size or self.computed_tokens % size or not self.computed_tokens <= tokens <= known:
@@ -237,8 +235,12 @@ class PagedSequence(Hold):
         self._loading = None
 
     def grow(self, capacity_tokens: int) -> bool:
-        """Book further pages, up to `capacity_tokens` in all; False if they are not there: nothing was taken then."""
+        """Book further pages, up to `capacity_tokens` in all; False if they are not there: nothing was taken then.
+
+        With window groups, not after `hold()`: EngineContractError.
+        """
         self._refuse_if_released()
+        self._refuse_if_held()
         blocks = max(len(self._table), self._blocks(capacity_tokens))
         bookings = [max(table.booked, table.pool.rule.pages_for_passes(blocks)) for table in self._windows]
         for table, booking in zip(self._windows, bookings, strict=True):
@@ -260,7 +262,6 @@ class PagedSequence(Hold):
         pages that it would give back are still held.
         """
         self._refuse_if_released()
-        self._followed = True
         self._holdings.hold(self._held)
         return Hold(self._holdings, self._quarantine, list(self._held), [table.copy() for table in self._windows])
 
@@ -293,8 +294,8 @@ class PagedSequence(Hold):
         if self.released:
             raise EngineContractError("this sequence was released: its pages may hold another request's KV")
 
-    def _refuse_if_followed(self) -> None:
-        if self._windows and self._followed:
+    def _refuse_if_held(self) -> None:
+        if any(table.frozen for table in self._windows):
             raise EngineContractError(
                 "a hold was taken of this sequence: its window pages are not its own to give back any more"
             )

@@ -14,8 +14,9 @@ from akv.units import PageIndex
 class WindowPool:
     """Which page of a window group is whose, and how many are booked.
 
-    Invariant that makes advancing safe: each holder has at most as many pages as it booked, and all that was booked together
-    is at most what there is. A page that two hold counts twice, so whoever has fewer than it booked finds one free or idle.
+    Invariant that makes advancing safe: each holder has at most as many pages as it booked, and nobody is admitted unless all
+    bookings together are at most what there is. A page that two hold counts twice, so whoever has fewer than it booked finds
+    one free or idle.
     """
 
     def __init__(self, rule: WindowRule, position: int, count: int) -> None:
@@ -33,7 +34,7 @@ class WindowPool:
     @property
     def unbooked(self) -> int:
         """Pages that an admission can book at this moment."""
-        return self.count - self.booked
+        return max(0, self.count - self.booked)  # holds of live sequences book the same pages again
 
     def take(self) -> WindowPage:
         """A page that nobody holds, held once. There is one for whoever has fewer than it booked."""
@@ -99,6 +100,8 @@ class WindowTable:
         self.pool = pool
         self.pages: dict[int, WindowPage] = {}
         self.booked = 0
+        #: Whether no page is taken any more, because a hold shares those that there are.
+        self.frozen = False
         self.book(booked)
 
     def book(self, pages: int) -> None:
@@ -136,11 +139,13 @@ class WindowTable:
         for number in [number for number in self.pages if number in blocks]:
             page = self.pages.pop(number)
             self.pool.let_go(page, keep=page.served)
+        self._book_no_more()
 
     def rewind(self, block: int) -> None:
         """Give back the pages from a block on: what is in them is no KV, or will be computed again."""
         for number in [number for number in self.pages if number >= block]:
             self.pool.let_go(self.pages.pop(number), keep=False)
+        self._book_no_more()
 
     def offer(self, number: int, block: Block) -> None:
         """Let later sequences find our page of a block with the block in the tree, unless that has one."""
@@ -149,7 +154,12 @@ class WindowTable:
             self.pool.attach(page, block)
 
     def copy(self) -> "WindowTable":
-        """A second holder of the same pages, which books just these."""
+        """A second holder of the same pages, which books just these. Neither of the two takes any more.
+
+        Else a page that this one gives back, and the other still has, would count as there for the next one that it takes.
+        """
+        self.frozen = True
+        self._book_no_more()
         twin = WindowTable(self.pool, len(self.pages))
         for number, page in self.pages.items():
             self.pool.hold(page)
@@ -172,3 +182,7 @@ class WindowTable:
         for number in sorted(self.pages, key=lambda number: (number < sinks, number)):
             self.pool.let_go(self.pages.pop(number), keep=True)
         self.book(0)
+
+    def _book_no_more(self) -> None:
+        if self.frozen:
+            self.book(len(self.pages))
