@@ -211,7 +211,7 @@ class SchedulerHalf:
         return order
 
     def take(self, plan: PassPlan) -> tuple[Planned, PassEvent]:
-        """The planned pass has been queued on the execution stream: the plan ends, and `ran` follows, given the pass's event."""
+        """The planned pass is queued on the execution stream: the plan ends, and `ran` follows, given the pass's event."""
         # First what may fail: then the plan is still open, and may be dropped.
         after = self.fence()
         return self._end(plan, "superseded by a later pass"), after
