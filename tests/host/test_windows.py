@@ -66,7 +66,7 @@ def test_W4_a_sequence_keeps_its_sinks_its_windows_and_what_is_retained(window: 
 def test_W1_pages_that_a_window_left_are_others_at_once() -> None:
     cache = cache_of(Window(4), pages=(40, 3), chunk=4)
     sequence = admitted(cache, list(range(40)))
-    seen = set()
+    seen: set[int] = set()
     for upto in range(4, 41, 4):
         compute(cache, sequence, upto, chunk=4)
         seen.update(sequence.page_tables()[1])
