@@ -12,7 +12,7 @@ from anyio import move_on_after
 
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts, size_of, store_call
+from akv.flow.parts import WorkerParts, call_on_pages, size_of, store_call
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
@@ -79,19 +79,13 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
         _fail(parts, record, batch, "copy_failed")
         return False
 
-    def end() -> None:
-        released = parts.reservations.end_call(record, batch)
-        if released is not None:
-            parts.report(PassReport(released=(released,)))
-
-    answers = await store_call(
+    answers = await call_on_pages(
         parts,
         CallKind.GET,
         batch,
-        region.buffer,
-        region.offsets(batch.pages),
+        region,
         begin=lambda: parts.reservations.begin_call(record, batch),
-        end=end,
+        end=lambda: parts.reservations.end_call(record, batch),
     )
     return _all_arrived(parts, record, batch, answers)
 

@@ -13,7 +13,7 @@ from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
 from akv.ports.pool import KeyAnswer, PagePool
-from akv.values.messages import PassReport
+from akv.values.messages import PagesReleased, PassReport
 
 
 class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,3 +77,25 @@ async def store_call(
 
     answers: Sequence[KeyAnswer] | None = await parts.desk.run(kind, move, size_of(parts, batch), slots, begin=begin, end=end)
     return answers
+
+
+async def call_on_pages(
+    parts: WorkerParts,
+    kind: CallKind,
+    batch: Batch,
+    region: HostRegion,
+    *,
+    begin: Callable[[], bool],
+    end: Callable[[], PagesReleased | None],
+) -> Sequence[KeyAnswer] | None:
+    """`store_call` on the pages themselves. `end` says which of them leave quarantine with it; that is reported.
+
+    **Cancellation:** the wait ends; the pages stay the connector's until the call returned (D2, D6).
+    """
+
+    def ended() -> None:
+        released = end()
+        if released is not None:
+            parts.report(PassReport(released=(released,)))
+
+    return await store_call(parts, kind, batch, region.buffer, region.offsets(batch.pages), begin=begin, end=ended)

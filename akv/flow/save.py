@@ -10,7 +10,7 @@ from functools import partial
 
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts, size_of, store_call
+from akv.flow.parts import WorkerParts, call_on_pages, size_of, store_call
 from akv.flow.snapshot import Snapshot
 from akv.flow.staging import Staging
 from akv.ownership.saves import SaveTicket
@@ -130,20 +130,13 @@ async def _put_pages(parts: WorkerParts, ticket: SaveTicket, batch: Batch, regio
 
     **Cancellation:** as for every ticket; the pages stay the connector's until the call returned (D6).
     """
-
-    def end() -> None:
-        released = parts.saves.end_call(ticket, batch)
-        if released is not None:
-            parts.report(PassReport(released=(released,)))
-
-    answers = await store_call(
+    answers = await call_on_pages(
         parts,
         CallKind.PUT,
         batch,
-        region.buffer,
-        region.offsets(batch.pages),
+        region,
         begin=lambda: parts.saves.begin_call(ticket, batch),
-        end=end,
+        end=lambda: parts.saves.end_call(ticket, batch),
     )
     if answers is not None:
         _note(parts, ticket, batch, answers)

@@ -34,9 +34,9 @@ async def saved_by(server: WindowServer, *prompts: Sequence[int], chunk: int = 8
 # -- W2, W3: the end of a prompt is resumable, for every length and window
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 10, 16, 200])
-@pytest.mark.parametrize("sinks", [0, 1, 9])
-@pytest.mark.parametrize("chunk", [3, 8, 64])
+@pytest.mark.parametrize("window", [1, 3, 10, 200])
+@pytest.mark.parametrize("sinks", [0, 9])
+@pytest.mark.parametrize("chunk", [3, 64])
 async def test_W2_W3_every_prompts_end_is_resumed_elsewhere_bit_for_bit(window: int, sinks: int, chunk: int) -> None:
     for length in (44, 45, 46, 47):
         tokens = PROMPT[:length]
