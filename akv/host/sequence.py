@@ -89,6 +89,8 @@ class PagedSequence(Hold):
         self._prepared = self.local_tokens
         #: Where a load that is prepared, and has not ended, will let the sequence resume.
         self._loading: int | None = None
+        #: Holds that were taken of this sequence.
+        self._holds: list[Hold] = []
 
     @property
     def tokens(self) -> int:
@@ -263,7 +265,9 @@ class PagedSequence(Hold):
         """
         self._refuse_if_released()
         self._holdings.hold(self._held)
-        return Hold(self._holdings, self._quarantine, list(self._held), [table.copy() for table in self._windows])
+        hold = Hold(self._holdings, self._quarantine, list(self._held), [table.copy() for table in self._windows])
+        self._holds = [*(earlier for earlier in self._holds if not earlier.released), hold]
+        return hold
 
     def release(self, quarantined: PagesPerGroup = ()) -> None:
         """As `Hold.release()`; the page tables are empty afterwards."""
@@ -280,9 +284,11 @@ class PagedSequence(Hold):
             key = bytes(self._encoded[number * size : (number + 1) * size])
             resident = self._holdings.tree.insert(self._scope, self._path[-1] if self._path else None, key, own)
             if resident is not own:
-                # Held although we do not read it: what we insert behind it must not outlive it (the tree's invariant).
-                self._holdings.hold([resident])
-                self._held.append(resident)
+                # Held although we do not read it: what we insert behind it must not outlive it (the tree's invariant). And
+                # whoever holds that too has to hold this as well.
+                for holder in (self, *(hold for hold in self._holds if not hold.released)):
+                    self._holdings.hold([resident])
+                    holder._held.append(resident)
             for table in self._windows:
                 table.offer(number, resident)
             self._path.append(resident)

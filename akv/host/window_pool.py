@@ -167,9 +167,8 @@ class WindowTable:
         return twin
 
     def split(self, number: int) -> "WindowTable":
-        """Hand the page of one block over to a holder of its own, with its share of the booking; nobody finds it meanwhile."""
+        """Hand one block's page over to a holder of its own; nobody finds it in the tree. The rest is released next."""
         page = self.pages.pop(number)
-        self.book(self.booked - 1)
         self.pool.bar(page)
         one = WindowTable(self.pool, 1)
         one.pages[number] = page

@@ -206,6 +206,25 @@ def test_H1_two_that_compute_the_same_at_once_keep_their_own_pages() -> None:
     assert cache.check() == []
 
 
+def test_S7_a_hold_from_before_a_commit_holds_what_the_commit_stands_behind() -> None:
+    cache = cache_of(6)
+    first, second = cache.admit(list(range(4)), 4), cache.admit(list(range(8)), 8)
+    assert first is not None
+    assert second is not None
+    first.commit(4)
+    earlier, hold = second.hold(), second.hold()
+    earlier.release()
+    second.commit(8)  # its second block stands behind the first one's block, not behind its own
+    first.release()
+    second.release()
+    assert cache.check() == []
+    assert cache.available_blocks == 3
+    hold.release()
+    assert cache.available_blocks == 6
+    assert cache.admit([7] * 24, 24) is not None
+    assert cache.check() == []
+
+
 def test_H1_a_cold_run_neither_shares_nor_leaves_anything() -> None:
     cache = cache_of(8)
     computed(cache, list(range(9)))

@@ -1,7 +1,7 @@
 """The paged cache with windows under random use, against a naive model that reads token by token (H1, W1, W2, W8, D2)."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,8 +24,9 @@ class Running:
         self.pages = pages
         self.scope = scope
         self.tokens = tokens
-        #: Whether a hold was taken: then it goes no further.
+        #: Whether a hold was taken: then it goes no further than it was prepared.
         self.held = False
+        self.prepared = pages.local_tokens
 
     def kv(self, position: int) -> object:
         """What stands in the page of a token once it was computed."""
@@ -38,7 +39,7 @@ class WindowMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: list[Running] = []
-        self.holds: list[tuple[Hold, list[list[int]]]] = []
+        self.holds: list[tuple[Hold, Running, Sequence[Sequence[int]]]] = []
         self.named: list[tuple[tuple[int, ...], ...]] = []
 
     @initialize(data=st.data(), size=st.integers(1, 4), chunk=st.sampled_from([None, 1, 3, 8]))
@@ -78,14 +79,23 @@ class WindowMachine(RuleBasedStateMachine):
         begin = request.pages.computed_tokens
         count = min(count, len(request.tokens) - begin, self.chunk or count)
         request.pages.prepare(begin + count)
-        if not runs:
-            return
-        tables = request.pages.page_tables()
-        for position in range(begin, begin + count):
+        request.prepared = begin + count
+        if runs:
+            self.run_pass(request)
+
+    @precondition(lambda self: any(request.held for request in self.live))
+    @rule(data=st.data())
+    def end_the_pass_of_a_held_one(self, data: st.DataObject) -> None:
+        self.run_pass(data.draw(st.sampled_from([request for request in self.live if request.held])))
+
+    def run_pass(self, request: Running) -> None:
+        """Compute what was prepared."""
+        tables, positions = request.pages.page_tables(), range(request.pages.computed_tokens, request.prepared)
+        for position in positions:
             self.write(request, position, tables)
-        for position in range(begin, begin + count):
+        for position in positions:
             self.read(request, position, tables)
-        request.pages.commit(begin + count)
+        request.pages.commit(request.prepared)
         self.look_at_windows(request)
 
     @precondition(lambda self: self.running())
@@ -98,6 +108,7 @@ class WindowMachine(RuleBasedStateMachine):
             return
         if not request.pages.prepare_load(end):
             assert local
+            request.prepared = local
             return
         tables = request.pages.page_tables()
         for group in range(len(self.groups)):
@@ -108,12 +119,14 @@ class WindowMachine(RuleBasedStateMachine):
             self.write(request, position, tables, everywhere=False)
         if ends == "loaded":
             request.pages.commit(end)
+            request.prepared = end
             self.read(request, end, request.pages.page_tables())
             for group, window in enumerate(self.groups):
                 held = {block for block, page in enumerate(request.pages.page_tables()[group]) if page != -1}
                 assert not window.window_tokens or held == set(self.blocks_read(group, end))
         elif ends == "failed":
             request.pages.rewind(local)
+            request.prepared = local
         else:
             self.live.remove(request)
             self.release(request.pages, data.draw(st.sampled_from(self.namings(data, request.pages.page_tables()))))
@@ -132,7 +145,7 @@ class WindowMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.live))
         tables = request.pages.page_tables()
         if holds and not request.held:
-            self.holds.append((request.pages.hold(), [list(table) for table in tables]))
+            self.holds.append((request.pages.hold(), request, tables))
             request.held = True
             return
         self.live.remove(request)
@@ -141,7 +154,7 @@ class WindowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
-        hold, tables = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        hold, _, tables = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
         self.release(hold, data.draw(st.sampled_from(self.namings(data, tables))))
 
     @precondition(lambda self: self.named)
@@ -166,7 +179,7 @@ class WindowMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request in self.live:
             request.pages.release()
-        for hold, _ in self.holds:
+        for hold, _, _ in self.holds:
             hold.release()
         for named in self.named:
             self.cache.pages_released(named)
@@ -188,18 +201,20 @@ class WindowMachine(RuleBasedStateMachine):
     def blocks_read(self, group: int, position: int) -> Iterator[int]:
         return (at // self.size for at in self.positions_read(group, position))
 
-    def write(self, request: Running, position: int, tables: tuple[tuple[int, ...], ...], *, everywhere: bool = True) -> None:
+    def write(self, request: Running, position: int, tables: Sequence[Sequence[int]], *, everywhere: bool = True) -> None:
+        others: list[Sequence[Sequence[int]]]
         others = [other.pages.page_tables() for other in self.live if other is not request]
+        others += [held for _, owner, held in self.holds if owner is not request]
         for group, table in enumerate(tables):
             page = table[position // self.size]
             if page == -1:
                 assert not everywhere
                 continue
             assert (group, page) not in self.in_quarantine()
-            assert not any(page in other[group] for other in (*others, *(held for _, held in self.holds)))
+            assert not any(page in other[group] for other in others)
             self.content[group, page, position % self.size] = request.kv(position)
 
-    def read(self, request: Running, position: int, tables: tuple[tuple[int, ...], ...]) -> None:
+    def read(self, request: Running, position: int, tables: Sequence[Sequence[int]]) -> None:
         for group, table in enumerate(tables):
             for at in self.positions_read(group, position):
                 place = group, table[at // self.size], at % self.size
@@ -230,9 +245,7 @@ class WindowMachine(RuleBasedStateMachine):
         )
         return next(ends)
 
-    def namings(
-        self, data: st.DataObject, tables: tuple[tuple[int, ...], ...] | list[list[int]]
-    ) -> list[tuple[tuple[int, ...], ...]]:
+    def namings(self, data: st.DataObject, tables: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], ...]]:
         """No page in quarantine, or some of these."""
         own = [sorted(set(table) - {-1}) for table in tables]
         some = tuple(
@@ -249,4 +262,4 @@ class WindowMachine(RuleBasedStateMachine):
 
 
 TestWindows = WindowMachine.TestCase
-TestWindows.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestWindows.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from akv.errors import EngineContractError, SettingsError
+from akv.errors import EngineContractError
 from akv.host import PagedCache, PagedSequence, Window
 from akv.plan.window import kept_blocks
-from akv.values.layout import LayerGroup, Region
 
 T = 4
 FULL = Window()
@@ -129,6 +128,13 @@ def test_W2_full_attention_stays_cached_when_window_pages_were_evicted() -> None
     assert cache.check() == []
 
 
+def test_W2_a_window_of_one_token_reads_no_page_behind_it() -> None:
+    cache = cache_of(Window(1))
+    computed(cache, list(range(30)))
+    assert cache.free_pages[1] == 40
+    assert cache.match(list(range(30))) == 28
+
+
 def test_H1_sinks_are_evicted_last() -> None:
     cache = cache_of(Window(5, 4), retention=T)
     computed(cache, list(range(30)))
@@ -191,7 +197,9 @@ def test_W8_a_load_is_given_its_pages_and_the_local_window_stays_until_it_ended(
         local = blocks_of(sequence, 1)
         assert (sequence.local_tokens, local) == (12, [0, 1, 2])
         assert sequence.prepare_load(40)
+        tables = sequence.page_tables()
         assert sequence.prepare_load(40)
+        assert sequence.page_tables() == tables
         assert blocks_of(sequence, 1) == [*local, 8, 9]
         if ends_well:
             sequence.commit(40)
@@ -242,6 +250,9 @@ def test_S1_a_pass_that_never_ran_is_prepared_again() -> None:
     sequence.commit(6)
     sequence.rewind(5)
     assert sequence.computed_tokens == 5
+    assert sequence.page_tables() == tables  # block 1 holds a token that is still computed
+    with pytest.raises(EngineContractError, match=r"prepare\(\) gave window pages for 5"):
+        sequence.commit(8)
     sequence.prepare(13)
     sequence.commit(13)
     assert cache.check() == []
@@ -280,6 +291,21 @@ def test_H1_a_hold_of_a_live_sequence_takes_nothing_from_others() -> None:
     assert cache.check() == []
 
 
+def test_H1_a_hold_that_books_what_its_sequence_has_hinders_nobody_who_needs_no_more() -> None:
+    cache = cache_of(Window(100), pages=(40, 4), chunk=None)
+    held, other = admitted(cache, [1] * 12), admitted(cache, [2] * 3)
+    compute(cache, held, 12, chunk=12)
+    hold = held.hold()
+    assert cache.available_pages[1] == 0
+    assert other.grow(4)
+    assert not other.grow(5)
+    held.release()
+    assert cache.available_pages[1] == 0
+    hold.release()
+    assert other.grow(5)
+    assert cache.check() == []
+
+
 def test_H1_growth_books_window_pages_too_or_nothing() -> None:
     cache = cache_of(Window(9), pages=(40, 5))
     first, second = admitted(cache, [1] * 4), admitted(cache, [2] * 4)
@@ -300,6 +326,18 @@ def test_H1_windows_alone_leave_no_blocks_behind_that_have_no_page() -> None:
     assert cache.cached_blocks < 200
     assert cache.check() == []
     assert cache.fits(10**6)
+
+
+def test_H1_forgetting_forgets_windows_of_blocks_that_are_held_too() -> None:
+    cache = cache_of(Window(4))
+    computed(cache, list(range(16)))
+    sequence = admitted(cache, [*range(16), *range(50, 70)])
+    compute(cache, sequence, 36)
+    assert cache.match(list(range(17))) == 16
+    assert cache.evict_idle() == 0
+    assert cache.match(list(range(17))) == 0
+    sequence.release()
+    assert cache.check() == []
 
 
 def test_H1_forgetting_forgets_windows() -> None:
@@ -336,33 +374,3 @@ def test_H1_misuse_of_windows_is_refused_where_it_happens() -> None:
         cold.rewind(24)
     cold.rewind(0)  # where nothing is read, anything can be computed
     assert cache.check() == []
-
-
-@pytest.mark.parametrize(
-    ("field", "arguments"),
-    [
-        ("groups", {"groups": (FULL,)}),
-        (r"groups\[1\]", {"groups": (FULL, Window(-1))}),
-        (r"groups\[1\]", {"groups": (FULL, Window(0, 3))}),
-        (r"groups\[0\]", {"groups": (Window(4, -1), FULL)}),
-        ("retention_tokens", {"retention_tokens": -1}),
-        ("chunk_tokens", {"chunk_tokens": 0}),
-    ],
-)
-def test_H1_a_cache_that_cannot_be_is_refused_by_name(field: str, arguments: dict[str, object]) -> None:
-    with pytest.raises(SettingsError, match=field):
-        PagedCache(T, (4, 4), **arguments)  # type: ignore[arg-type]
-
-
-def test_W4_takes_the_groups_of_a_layout_and_says_what_to_declare() -> None:
-    regions = (Region(name="kv", bytes_per_page=64),)
-    full = LayerGroup(layers=(0,), dtype="bfloat16", kv_heads=1, head_size=8, regions=regions)
-    window = LayerGroup(
-        layers=(1,), dtype="bfloat16", kv_heads=1, head_size=8, regions=regions, attention="sliding_window", window_tokens=6
-    )
-    cache = PagedCache(T, (9, 9), (full, window), retention_tokens=8, chunk_tokens=4)
-    assert cache.window_retention_tokens == 8
-    sequence = admitted(cache, list(range(30)))
-    assert blocks_of(sequence, 1) == []
-    sequence.prepare(4)
-    assert blocks_of(sequence, 1) == [0]
