@@ -76,24 +76,32 @@ class PassParts:
         began_at = before if record.windows.began_at is None else record.windows.began_at
         resumed_at = began_at // self._tokens_per_block
         prompt_end = record.prompt_tokens // self._tokens_per_block
-        closes = self._saves and not record.windows.closed and 0 < prompt_end <= computed // self._tokens_per_block
+        closes = self._saves and not record.windows.closed and self._completes(record, before, computed, prompt_end)
         closing: tuple[WindowPages, ...] = ()
         held: tuple[WindowPages, ...] = ()
         if self._windows and self._saves:
             if closes:
                 closing = self._ending.closing(record.prompt_tokens, before, resumed_at, item.pages)
-            held = self._held(record, computed, resumed_at, item.pages)
+            # Drafts that are accepted move the window on, and the engine may have released pages by that.
+            held = self._held(record, computed, computed + int(item.draft_tokens), resumed_at, item.pages)
             for columns in (*closing, *held):
                 self.check_pages(record, columns.group, columns.pages, columns.blocks)
         return Part(record, before, computed, end, first, tail, held, closes, closing)
 
+    def _completes(self, record: RequestRecord, before: int, computed: int, prompt_end: int) -> bool:
+        """Whether this may be the first pass behind which the prompt's chain has KV. Passes that are planned ahead cannot know
+        which of them will run; the first that does is the one.
+        """
+        end = prompt_end * self._tokens_per_block
+        return 0 < end <= computed and (before < end or record.windows.began_at is None)
+
     def _held(
-        self, record: RequestRecord, computed: int, resumed_at: int, tables: Sequence[Sequence[int]]
+        self, record: RequestRecord, computed: int, history: int, resumed_at: int, tables: Sequence[Sequence[int]]
     ) -> tuple[WindowPages, ...]:
-        # Of what the pass computes only what is confirmed by the end has a hash (K6); what the engine releases behind the pass
-        # goes by all of it.
+        # Of what the pass computes only what is confirmed by now has a hash (K6); what the engine releases behind the pass
+        # goes by all that it may have computed.
         kept = self.kept(record, min(computed, record.chain.length))
-        finishing = self._ending.finishing(kept, computed, resumed_at)
+        finishing = self._ending.finishing(kept, history, resumed_at)
         return tuple(held_pages(group, blocks, tables[group]) for group, blocks in finishing.items())
 
     def _check(self, record: RequestRecord, item: Scheduled) -> None:

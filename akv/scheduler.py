@@ -119,6 +119,9 @@ class SchedulerHalf:
         began = current_time()
         if (nothing := self._offers_nothing(record)) is not None:
             await checkpoint()
+            if self._lookup.windows and self._saves:
+                # The pass that completes the prompt names its window pages, and has no time to hash it from the start (L3).
+                await hash_in_slices(record.chain, record.prompt_tokens // self._tokens_per_block, self._lookup.turn)
             answer = self._lookup.nothing(nothing)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
@@ -214,7 +217,11 @@ class SchedulerHalf:
         """The planned pass is queued on the execution stream: the plan ends, and `ran` follows, given the pass's event."""
         # First what may fail: then the plan is still open, and may be dropped.
         after = self.fence()
-        return self._end(plan, "superseded by a later pass"), after
+        planned = self._end(plan, "superseded by a later pass")
+        # Where passes are planned ahead, an earlier one may have completed the prompt since: its end is copied once.
+        closed = {part.record.key for part in planned.parts if part.record.windows.closed}
+        wanted = tuple(o for o in planned.plan.saves if not (o.snapshot and (o.request_id, o.incarnation) in closed))
+        return planned._replace(plan=msgspec.structs.replace(planned.plan, saves=wanted)), after
 
     def ran(self, planned: Planned, after: PassEvent, snapshots: dict[int, Snapshot]) -> None:
         """What is to be copied at the pass has been: move the marks, hand the pass's saves over. Raises DeviceError."""
@@ -228,9 +235,9 @@ class SchedulerHalf:
             for part in planned.parts:
                 end = part.end if self._saves else 0
                 self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
-                part.record.windows.ran(part.before, part.held, closes=part.closes)
-                if part.closes and part.closing:
+                if part.closes and part.closing and not part.record.windows.closed:
                     self._tell_end(part)
+                part.record.windows.ran(part.before, part.held, closes=part.closes)
             if queued:
                 self.accept_saves(queued, after, snapshots)
         finally:

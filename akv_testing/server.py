@@ -42,7 +42,8 @@ class FakeServer:
 
     `store`: what several servers share; its own by default. `layout`: two layer groups by default. `pages`: pages per group.
     `slots`: staging slots per direction. `host_pages`: the store can reach the pages itself, and the engine keeps pages that
-    are in quarantine. `capabilities`: what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is about.
+    are in quarantine. `capabilities`: what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is
+    about.
     """
 
     def __init__(

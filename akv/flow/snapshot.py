@@ -106,7 +106,12 @@ async def take_snapshots(
     **Cancellation:** ends the wait for slots, and takes effect when nothing is about to be queued any more: `taken` is right
     then, and the slots of everything else are back.
     """
+    wanted = {order.save_id for order in plan.saves}
     claims = ring.claims.take(plan.plan_id)
+    for claim in claims:
+        if claim.order.save_id not in wanted:
+            claim.leave()
+    claims = [claim for claim in claims if claim.order.save_id in wanted]
     try:
         if ring.wait_s and any(claim.waiting for claim in claims):
             with move_on_after(ring.wait_s):

@@ -50,13 +50,13 @@ class Ending(NamedTuple):
             for group in self.groups
         )
 
-    def finishing(self, kept: int, computed: int, resumed_at: int | None) -> dict[int, list[range]]:
+    def finishing(self, kept: int, history: int, resumed_at: int | None) -> dict[int, list[range]]:
         """The blocks of each window group that a request saves which finishes with KV for `kept` tokens that may be published.
 
-        `computed` tokens have KV in all, drafts and unconfirmed ones with them: by these the engine released pages.
+        `history` tokens may have KV in all, drafts and unconfirmed ones with them: by these the engine released pages.
         """
         shapes = {g.group: (g.window_tokens, g.sink_tokens, self.tokens_per_block) for g in self.groups}
-        released_at = max(0, computed - self.retention_tokens)
+        released_at = max(0, history - self.retention_tokens)
         return {
             group: without(
                 finishing_window(

@@ -6,7 +6,16 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from akv import Connector, EngineCapabilities, EngineContractError, LookupOutcome, Request, Scheduled, SettingsError
+from akv import (
+    Connector,
+    EngineCapabilities,
+    EngineContractError,
+    LoadFailed,
+    LookupOutcome,
+    Request,
+    Scheduled,
+    SettingsError,
+)
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv_testing.calls import Latency
@@ -243,3 +252,98 @@ async def test_S12_an_end_without_its_window_is_counted(retention: int, missing:
             request, _ = await answered(server, kv, "r", PROMPT, answer)
             await request.finished()
     assert [told["block"] for told in events(logs, "akv.window.tail_missing")] == ([7] if missing else [])
+
+
+# -- pages that the engine let go of between the last pass and the end
+
+
+@pytest.mark.parametrize("retention", [0, 4])
+@pytest.mark.parametrize("accepted", [1, 3])
+async def test_S12_pages_that_accepted_drafts_moved_out_of_the_window_are_not_read_at_the_end(
+    retention: int, accepted: int
+) -> None:
+    """A pass is told of one token and of drafts; the engine releases pages by all that it accepted, and reuses them."""
+    server = WindowServer(windows=((5, 0),), retention_tokens=retention)
+    async with server.open() as kv:
+        for length in range(6, 14):
+            prompt = tuple(range(1000 * length, 1000 * length + length))
+            request, offer, table = await server.resume(kv, f"r{length}", prompt)
+            await server.prefill(kv, request, prompt, table, start=offer.tokens)
+            tokens, new = prompt, tuple(range(2000 * length, 2000 * length + 1 + accepted))
+            for _ in range(3):
+                request.append(new[:1])
+                before, tokens = len(tokens), tokens + new
+                server.prepare(table, before, len(tokens))
+                part = Scheduled(request=request, computed_before=before, tokens=1, draft_tokens=accepted, pages=table)
+                plan = kv.plan_pass([part])
+                server.forward(tokens, table, before, len(tokens))
+                await kv.after_forward(plan)
+                request.append(new[1:])
+                server.commit(table, len(tokens))
+            await request.finished()
+            server.free(table)
+    assert server.wrong_values() == []
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+async def test_S12_a_load_in_mid_life_ends_what_an_earlier_pass_held(delivered: bool) -> None:
+    """The engine releases window pages for the load; those of the pass before it are another's by the time of `finish`."""
+    store = FakeStore(anyio.current_time)
+    tokens = tuple(range(42))
+    server = WindowServer(windows=((8, 0),), store=store)
+    other = WindowServer(windows=((8, 0),), store=store)
+    async with server.open() as kv, other.open() as kv_of_other:
+        request, table = kv.open_request("r", tokens), empty(server)
+        await request.lookup()
+        await server.run_pass(kv, request, tokens, table, 0, 18)
+        await other.serve(kv_of_other, "r", tokens)
+        for block in (2, 3):
+            store.remove(server.keys_of(tokens)[1][block])
+        offer = await request.lookup(16)
+        end = 4 + offer.tokens // 4
+        server._grow(table, [range(4, end), server.loads(1, end)])
+        if not delivered:
+            server.pool.answer("get", KeyState.MISSING)
+        load = request.reserve(offer, offer.tokens, table)
+        if delivered:
+            await load.wait()
+        else:
+            with pytest.raises(LoadFailed):
+                await load.wait()
+        server.commit(table, end * 4)
+        await request.finished()
+    assert server.wrong_values() == []
+
+
+async def test_W3_passes_that_are_planned_ahead_complete_a_prompt_once() -> None:
+    server = WindowServer(windows=((10, 0),))
+    with capture_logs() as logs:
+        async with server.open() as kv:
+            request, table = kv.open_request("r", PROMPT), empty(server)
+            server.prepare(table, 0, len(PROMPT) + 2)
+            request.append([7, 8])
+            parts = [(0, len(PROMPT)), (len(PROMPT), len(PROMPT) + 1), (len(PROMPT) + 1, len(PROMPT) + 2)]
+            plans = [
+                kv.plan_pass([Scheduled(request=request, computed_before=before, tokens=end - before, pages=table)])
+                for before, end in parts[:2]
+            ]
+            for (before, end), plan in zip(parts, plans, strict=False):
+                server.forward((*PROMPT, 7, 8), table, before, end)
+                await kv.after_forward(plan)
+            await request.finished()
+    assert len(events(logs, "akv.window.end")) == 1
+    assert len([copy for copy in server.device.copies if copy.kind == "snapshot"]) == 1
+    assert server.ends(PROMPT)[-1] == 5
+
+
+async def test_L3_a_producers_lookup_hashes_the_prompt_that_its_closing_pass_will_name() -> None:
+    server = WindowServer()
+    async with server.open(role="producer") as kv:
+        request = kv.open_request("r", PROMPT)
+        assert (await request.lookup()).outcome is LookupOutcome.NOT_READING
+        assert request._record.chain.hash_up_to(0) == 5
+    full = WindowServer(windows=())
+    async with full.open(role="producer") as kv:
+        request = kv.open_request("r", PROMPT)
+        await request.lookup()
+        assert request._record.chain.hash_up_to(0) == 0
