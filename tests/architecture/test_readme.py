@@ -1,4 +1,4 @@
-"""What the README tells people to run, runs."""
+"""What the README and the how-to of embedding tell people to run, runs."""
 
 import re
 import subprocess
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HOW_TO = (ROOT / "docs" / "how-to" / "embed.md").read_text(encoding="utf-8")
 
 
 def block(language: str, mark: str = "") -> str:
@@ -16,12 +18,25 @@ def block(language: str, mark: str = "") -> str:
     return found[1]
 
 
+#: The examples of the how-to, the first of which is the description of a cache and prints nothing.
+_, RESUMED, QUARANTINED = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_embedding_example_finds_the_first_requests_blocks(backend: str) -> None:
-    example = block("python").replace("anyio.run(main)", f"anyio.run(main, backend={backend!r})")
-    assert backend in example
-    ran = subprocess.run([sys.executable, "-W", "error", "-"], input=example, capture_output=True, text=True, check=False)
-    assert (ran.stdout, ran.stderr) == ("from the pool: 0\nfrom the pool: 8\n", "")
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [
+        (block("python"), ["from the pool: 0", "from the pool: 8"]),
+        (RESUMED, ["resumed at: 0", "resumed at: 28"]),
+        (QUARANTINED, ["free: 62", "free: 64"]),
+    ],
+    ids=["README", "sliding windows", "quarantine"],
+)
+def test_the_embedding_examples_print_what_is_said(example: str, printed: list[str], backend: str) -> None:
+    program = example.replace("anyio.run(main)", f"anyio.run(main, backend={backend!r})")
+    assert backend in program
+    ran = subprocess.run([sys.executable, "-W", "error", "-"], input=program, capture_output=True, text=True, check=False)
+    assert (ran.stdout.splitlines(), ran.stderr) == (printed, "")
 
 
 @pytest.mark.parametrize(("mark", "extra", "last"), [("demo", "demo", "akv demo"), ("tests", "test", "python -P -m pytest")])
