@@ -159,9 +159,7 @@ class WorkerHalf:
     def pressure(self, calls: StoreCalls) -> Pressure:
         """How busy it is (V4)."""
         reservations, saves = self._parts.reservations, self._parts.saves
-        loading, saving = (
-            StagingPressure(slots=s.slots.count, free=s.slots.free, quarantined=s.slots.quarantined) for s in self.stagings
-        )
+        loading, saving = (_pressure(staging.slots) for staging in self.stagings)
         return Pressure(
             backlog_bytes=self._reporter.backlog_bytes,
             backlog_saves=saves.active,
@@ -170,6 +168,7 @@ class WorkerHalf:
             loads_left=max(0, self._settings.max_parked_loads - reservations.active),
             loading=loading,
             saving=saving,
+            ring=None if self._ring is None else _pressure(self._ring.claims.host),
             outstanding_calls=calls.outstanding,
             given_up_calls=calls.given_up,
             quarantined_page_bytes=reservations.quarantined_bytes + saves.quarantined_bytes,
@@ -280,3 +279,7 @@ class WorkerHalf:
         if report.loads or report.saves or report.unread or report.released:
             self._tell_scheduler(report)
             self._idle.set()
+
+
+def _pressure(slots: SlotPool) -> StagingPressure:
+    return StagingPressure(slots=slots.count, free=slots.free, quarantined=slots.quarantined)

@@ -48,7 +48,8 @@ class SnapshotClaims:
     """The claims of plans that have not ended."""
 
     def __init__(self, host: SlotPool, device: SlotPool | None) -> None:
-        self._host = host
+        #: The slots on the host.
+        self.host = host
         self._device = device
         self._plans: dict[int, list[SnapshotClaim]] = {}
 
@@ -59,7 +60,7 @@ class SnapshotClaims:
 
     def ask(self, plan_id: int, orders: Iterable[SaveOrder], wake: Callable[[], None]) -> None:
         """A plan arrived: ask for the slots of its snapshots. `wake` is called at each grant."""
-        claims = [SnapshotClaim(order, _ask(self._host, order, wake), _ask(self._device, order, _ignored)) for order in orders]
+        claims = [SnapshotClaim(order, _ask(self.host, order, wake), _ask(self._device, order, _ignored)) for order in orders]
         if claims:
             self._plans[plan_id] = claims
 

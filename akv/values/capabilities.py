@@ -12,7 +12,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether the engine keeps the destination pages of a load out of use from `reserve()` to its end. Models with window
     #: groups need it, since window pages are otherwise released while they are written.
     reservations: bool = True
-    #: Tokens behind the window for which the engine keeps window pages, from their allocation to the request's end (W4).
+    #: Tokens behind the window for which the engine keeps window pages, from their allocation to the request's end (W4). Never
+    #: more than it does: `finish` reads what it declares, and a page that was reused by then is stored under the wrong key.
     window_retention_tokens: int = 0
     #: Whether the engine keeps pages out of use that a failed load, `cancel()`, `finished()` or a completion names as
     #: `quarantined`, until `completed()` delivers their `PagesReleased`. Then the store may read and write pages of caches in

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 #: Changes whenever the meaning of a message changes. Halves of different versions refuse each other at start.
-MESSAGE_VERSION = 1
+MESSAGE_VERSION = 2
 
 
 #: Pages of each layer group, in the order of the layout; `()` for none at all.

@@ -4,7 +4,7 @@ import msgspec
 
 
 class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
-    """The slots of one direction."""
+    """The slots of one direction, or of the snapshot ring."""
 
     #: Slots in all; each holds one page.
     slots: int
@@ -28,6 +28,9 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     loads_left: int
     loading: StagingPressure
     saving: StagingPressure
+    #: The snapshot ring; None without window groups, and for roles that save nothing. With no free slot the next prompt that
+    #: is completed loses the window pages of its end.
+    ring: StagingPressure | None
     #: Blocking calls that have not returned, and those among them that nobody waits for any more.
     outstanding_calls: int
     given_up_calls: int

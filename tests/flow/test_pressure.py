@@ -28,6 +28,8 @@ async def test_V4_an_idle_connector_is_under_no_pressure() -> None:
     assert pressure.loading.free == pressure.loading.slots > 0
     assert pressure.saving.free == pressure.saving.slots > 0
     assert (pressure.outstanding_calls, pressure.given_up_calls) == (0, 0)
+    assert pressure.ring is None
+    assert pressure.quarantined_page_bytes == 0
 
 
 async def test_V4_loads_under_way_are_counted_and_given_up_calls_hold_slots() -> None:

@@ -23,9 +23,9 @@ OTHERS = tuple(range(500, 522))
 
 def free_slots(kv: Connector) -> tuple[int, int]:
     """Host slots of the ring that nobody holds, and slots in all."""
-    ring = kv._halves.worker._ring
+    ring = kv.pressure().ring
     assert ring is not None
-    return ring.claims._host.free, ring.claims._host.count
+    return ring.free, ring.slots
 
 
 def planned(server: WindowServer, kv: Connector, request: Request, table: PageTable) -> PassPlan:

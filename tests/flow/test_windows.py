@@ -239,7 +239,7 @@ async def ring_of(kv: Connector) -> tuple[int, int, int]:
     """Slots in all, free, and of given-up calls."""
     ring = kv._halves.worker._ring
     assert ring is not None
-    pool = ring.claims._host
+    pool = ring.claims.host
     return pool.count, pool.free, ring.claims.plans
 
 
