@@ -14,7 +14,8 @@ class Quarantine:
     """Pages of one incarnation that a store call still touches although nobody waits for it (M3)."""
 
     def __init__(self, groups: int) -> None:
-        self.untold: list[set[int]] = [set() for _ in range(groups)]
+        #: With the number of calls that touch each: a block may be saved and asked for again at the same time (S8).
+        self.calls: list[Counter[int]] = [Counter() for _ in range(groups)]
         #: Those that the engine was told of: it keeps them out of use, and waits for their release.
         self.told: list[set[int]] = [set() for _ in range(groups)]
 
@@ -68,37 +69,38 @@ class PageBook:
         return page in self._loading[group] or page in self._quarantined[group]
 
     def quarantine(self, who: tuple[str, int], pages: PagesPerGroup) -> None:
-        """A given-up call of this incarnation touches these pages until `release`."""
+        """Given-up calls of this incarnation touch these pages, a page once for each of them, until `release`."""
         if not pages:
             return
         kept = self._quarantine.setdefault(who, Quarantine(len(self._quarantined)))
         for group, some in enumerate(pages):
-            new = set(some) - kept.told[group] - kept.untold[group]
-            kept.untold[group] |= new
-            self._quarantined[group].update(new)
+            self._quarantined[group].update(set(some) - kept.calls[group].keys())
+            kept.calls[group].update(some)
 
     def tell(self, who: tuple[str, int]) -> PagesPerGroup:
         """Name to the engine what of this incarnation is in quarantine now: each page once, so that it is released once."""
         kept = self._quarantine.get(who)
-        if kept is None or not any(kept.untold):
+        if kept is None:
             return ()
-        named = tuple(tuple(sorted(pages)) for pages in kept.untold)
-        for told, untold in zip(kept.told, kept.untold, strict=True):
-            told.update(untold)
-            untold.clear()
-        return named
+        named = tuple(tuple(sorted(calls.keys() - told)) for calls, told in zip(kept.calls, kept.told, strict=True))
+        for told, pages in zip(kept.told, named, strict=True):
+            told.update(pages)
+        return named if any(named) else ()
 
     def release(self, message: PagesReleased) -> PagesReleased | None:
-        """The call returned. What the engine has to hear of it: the pages that were named to it, None if none was."""
+        """A call returned. What the engine has to hear of it: the pages named to it that no other call touches, or None."""
         who = (message.request_id, message.incarnation)
         kept = self._quarantine[who]
         named: list[tuple[int, ...]] = []
         for group, pages in enumerate(message.pages):
-            named.append(tuple(page for page in pages if page in kept.told[group]))
-            kept.told[group].difference_update(pages)
-            kept.untold[group].difference_update(pages)
-            self._quarantined[group] -= Counter(pages)
-        if not any(kept.told) and not any(kept.untold):
+            kept.calls[group].subtract(pages)
+            free = [page for page in pages if not kept.calls[group][page]]
+            for page in free:
+                del kept.calls[group][page]
+            self._quarantined[group] -= Counter(free)
+            named.append(tuple(page for page in free if page in kept.told[group]))
+            kept.told[group].difference_update(free)
+        if not any(kept.calls):
             del self._quarantine[who]
         if not any(named):
             return None

@@ -135,16 +135,20 @@ class Requests:
                     record.marks.stored(group.blocks)
                     self._known.add(group.hashes)
             record.windows.loaded = record.windows.loaded or hold.tokens > 0
-            self.matched_locally(record, hold.local_tokens + hold.tokens)
+            valid = hold.local_tokens + hold.tokens
+            self.matched_locally(record, valid)
         else:
             # What landed is discarded: from here on only the local match is KV, and a pass that builds on more is refused.
-            # What passes had computed behind it may be written over, and `finish` must not publish it (S1).
-            record.valid_to = hold.local_tokens
-            record.computed = min(record.computed, hold.local_tokens)
+            valid = record.valid_to = hold.local_tokens
             if result.state is LoadState.FAILED:
                 # The pool may have lost them, so they are listed for saving again once they were computed.
                 for group in hold.groups:
                     self._known.forget(group.hashes)
+        if hold.groups:
+            # What passes had computed behind it may be written over, and `finish` must not publish it (S1). Window pages that
+            # are left below it make no end resumable. A load of nothing says nothing about pages.
+            record.computed = min(record.computed, valid)
+            record.windows.held = ()
         hold.failed_key = result.failed_key
         hold.completed = LoadCompleted(
             request_id=record.request_id,
@@ -205,12 +209,14 @@ class Requests:
         if result.stored:
             self._known.add(hashes[block] for block in result.stored)
             record.marks.stored(result.stored)
-            record.stored_blocks += len(result.stored)
         if result.refused:
             # One that was asked for again was known, and has gone: else it would not be listed again.
             self._known.forget(hashes[block] for block in result.refused)
             record.marks.refused(result.refused, now)
-        record.marks.dropped(result.dropped)
+        if not order.probe_first:
+            # One that was asked for again was there before, was counted then, and is there still if nobody asked.
+            record.stored_blocks += len(result.stored)
+            record.marks.dropped(result.dropped)
         return self._close_if_done(record)
 
     # -- ends

@@ -16,7 +16,7 @@ from akv.values.messages import GroupPages, PagesReleased, PagesUnread, SaveOrde
 class SaveTicket:
     """One save order on its way to the pool."""
 
-    __slots__ = ("_left", "_refused", "after", "bytes", "calls", "order", "reads", "reason", "snapshot", "withdrawn")
+    __slots__ = ("_left", "_refused", "after", "bytes", "calls", "let_go", "order", "reads", "reason", "snapshot", "withdrawn")
 
     def __init__(self, order: SaveOrder, after: Any, snapshot: Any = None) -> None:
         self.order = order
@@ -29,6 +29,8 @@ class SaveTicket:
         #: The pages of store calls that read pages of it, and have not returned.
         self.calls: list[GroupPages] = []
         self.withdrawn = False
+        #: Withdrawn, and its pages were given back, but for those of `calls`: these are in quarantine.
+        self.let_go = False
         self.bytes = 0
         self.reason = ""
         #: Pages of each block that the pool has not taken yet: a block is stored when its pages of every group are (L2).
@@ -121,11 +123,14 @@ class Saves:
     def end_call(self, ticket: SaveTicket, pages: GroupPages) -> PagesReleased | None:
         """The store call returned: it reads nothing any more. The pages leave quarantine, if they had got there."""
         ticket.calls.remove(pages)
-        who = (ticket.order.request_id, ticket.order.incarnation)
-        if not ticket.withdrawn or who in self._unread:
+        if not ticket.let_go:
             return None
         self.quarantined_bytes -= self._bytes([pages])
-        return PagesReleased(request_id=who[0], incarnation=who[1], pages=pages_per_group([pages], len(self._page_bytes)))
+        return PagesReleased(
+            request_id=ticket.order.request_id,
+            incarnation=ticket.order.incarnation,
+            pages=pages_per_group([pages], len(self._page_bytes)),
+        )
 
     def end(self, ticket: SaveTicket) -> SaveResult:
         """The ticket's work ended. A ticket ends once, by the saver that took it up, or by a withdrawal before that."""
@@ -152,7 +157,10 @@ class Saves:
         if any(ticket.reads for ticket in tickets):
             return []
         self._unread.remove(who)
-        calls = [pages for ticket in tickets for pages in ticket.calls]
+        # A request that is finished and then cancelled is withdrawn twice: a call is named, and counted, once.
+        calls = [pages for ticket in tickets if not ticket.let_go for pages in ticket.calls]
+        for ticket in tickets:
+            ticket.let_go = True
         self.quarantined_bytes += self._bytes(calls)
         quarantined = pages_per_group(calls, len(self._page_bytes))
         return [PagesUnread(request_id=who[0], incarnation=who[1], quarantined=quarantined)]

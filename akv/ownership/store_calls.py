@@ -35,8 +35,16 @@ class StoreCalls:
 
     def begin(self, kind: str, *tickets: SlotTicket) -> CallRecord:
         """A call starts now and holds the tickets' slots until `ended`."""
-        for ticket in tickets:
-            ticket.hold()
+        held: list[SlotTicket] = []
+        try:
+            for ticket in tickets:
+                ticket.hold()
+                held.append(ticket)
+        except BaseException:
+            # All or nothing (M6): no call will end and let go of these.
+            for ticket in held:
+                ticket.release()
+            raise
         record = CallRecord(kind, tickets)
         self._running.add(record)
         return record

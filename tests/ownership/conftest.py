@@ -1,7 +1,7 @@
 """Requests of one scheduler half, and what a test says to them in one line; the flows of one worker half, step by step."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,19 @@ from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves, SaveTicket
+from akv.plan.ending import WindowPages
 from akv.plan.hashing import Chain, scope_seed
-from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesUnread, SaveOrder, SaveResult, Withdrawal
+from akv.values.messages import (
+    GroupPages,
+    LoadOrder,
+    LoadResult,
+    LoadState,
+    PagesPerGroup,
+    PagesUnread,
+    SaveOrder,
+    SaveResult,
+    Withdrawal,
+)
 from akv.values.requests import SavesCompleted
 from akv.values.scope import EMPTY_SCOPE
 
@@ -25,8 +36,8 @@ class Scene:
     #: The page table of each group.
     TABLES = (tuple(range(10, 18)), tuple(range(30, 38)))
 
-    def __init__(self) -> None:
-        self.requests = Requests(groups=2, backoff_s=self.BACKOFF_S)
+    def __init__(self, windows: Collection[int] = ()) -> None:
+        self.requests = Requests(groups=2, backoff_s=self.BACKOFF_S, windows=windows)
 
     def opened(self, request_id: str = "r", *, first_token: int = 0, reads_cache: bool = True) -> RequestRecord:
         chain = Chain(scope_seed(EMPTY_SCOPE), self.T)
@@ -67,6 +78,20 @@ class Scene:
         """A pass computed blocks [0, end), and nothing of it was handed over."""
         self.requests.ran(record, end * self.T, 0, 0, tuple(table[:end] for table in self.TABLES))
 
+    def held(self, record: RequestRecord, blocks: range, groups: Sequence[int] = (1,)) -> None:
+        """A pass ran, and left these window pages to the request."""
+        columns = tuple(
+            WindowPages(group, tuple(blocks), tuple(self.TABLES[group][block] for block in blocks)) for group in groups
+        )
+        record.windows.ran(0, columns, closes=False)
+
+    def closing(self, record: RequestRecord, blocks: range) -> SaveOrder:
+        """What a closing pass lists of the window group 1."""
+        columns = WindowPages(1, tuple(blocks), tuple(self.TABLES[1][block] for block in blocks))
+        order = self.requests.listing.windows(record, [columns], snapshot=True)
+        assert order is not None
+        return order
+
     # -- what a worker half says
 
     def load_end(self, order: LoadOrder, state: LoadState, **more: Any) -> LoadResult:
@@ -77,8 +102,8 @@ class Scene:
         who = {"save_id": order.save_id, "request_id": order.request_id, "incarnation": order.incarnation}
         return self.requests.save_ended(SaveResult(**{**who, **lists}), now)
 
-    def unread(self, record: RequestRecord) -> PagesUnread:
-        return PagesUnread(request_id=record.request_id, incarnation=record.incarnation)
+    def unread(self, record: RequestRecord, quarantined: PagesPerGroup = ()) -> PagesUnread:
+        return PagesUnread(request_id=record.request_id, incarnation=record.incarnation, quarantined=quarantined)
 
     # -- what a scheduler half answers
 
@@ -205,3 +230,9 @@ def worker() -> type[Worker]:
 @pytest.fixture
 def scene() -> Scene:
     return Scene()
+
+
+@pytest.fixture
+def window_scene() -> Scene:
+    """Of its two layer groups the second forgets."""
+    return Scene(windows=(1,))

@@ -68,3 +68,26 @@ def test_M6_a_call_on_slots_that_were_given_back_never_begins() -> None:
     with pytest.raises(AssertionError, match="given back"):
         calls.begin("get", ticket)
     assert calls.outstanding == 0
+
+
+def test_M6_a_call_that_cannot_hold_all_of_its_tickets_holds_none() -> None:
+    calls, pool = StoreCalls(), SlotPool(3)
+    host, device, gone = (pool.request(1, nothing) for _ in range(3))
+    gone.leave()
+    with pytest.raises(AssertionError, match="given back"):
+        calls.begin("snapshot", host, device, gone)
+    assert calls.outstanding == 0
+    host.leave()
+    device.leave()
+    assert (pool.free, pool.quarantined) == (3, 0)
+
+
+def test_M1_a_call_on_several_tickets_keeps_the_slots_of_each() -> None:
+    calls, pool = StoreCalls(), SlotPool(3)
+    host, device = pool.request(2, nothing), pool.request(1, nothing)
+    record = calls.begin("snapshot", host, device)
+    host.leave()
+    device.leave()
+    assert (pool.free, pool.quarantined) == (0, 3)
+    calls.ended(record)
+    assert (pool.free, pool.quarantined) == (3, 0)
