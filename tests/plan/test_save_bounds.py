@@ -1,11 +1,15 @@
 """How far KV may be published, and which passes cannot be true (S1, S12)."""
 
+import operator
+from typing import SupportsIndex
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from akv.errors import EngineContractError
-from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks
+from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks, whole_number
 
 COUNT = st.integers(0, 40)
 
@@ -47,3 +51,25 @@ def test_S1_a_pass_counts_tokens_from_0(numbers: tuple[int, int, int]) -> None:
 def test_S1_a_pass_that_cannot_be_true_is_refused_by_request_and_number(numbers: tuple[int, int, int], why: str) -> None:
     with pytest.raises(EngineContractError, match=f"'r1': .*{why}"):
         check_scheduled("r1", *numbers)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**63 - 1, np.int64(7), np.int32(-7)])
+def test_S1_numbers_of_an_engine_become_plain_ones(number: SupportsIndex) -> None:
+    plain = whole_number("r1", "tokens", number)
+    assert (type(plain), plain) == (int, operator.index(number))
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (True, "not a bool"),
+        (1.0, "not a float"),
+        ("1", "not a str"),
+        (None, "not a NoneType"),
+        (2**63, "int64"),
+        (-(2**63), "int64"),
+    ],
+)
+def test_S1_what_is_no_number_of_64_bits_is_refused_by_name(number: object, why: str) -> None:
+    with pytest.raises(EngineContractError, match=f"'r1': tokens is .*{why}"):
+        whole_number("r1", "tokens", number)
