@@ -58,10 +58,12 @@ class PageBook:
             )
             if all(pages.isdisjoint(columns.pages) for pages, _ in users):
                 continue
-            for block, page in zip(columns.blocks, columns.pages, strict=True):
-                for pages, what in users:
-                    if page in pages:
-                        return block, columns.group, page, what
+            return next(
+                (block, columns.group, page, what)
+                for block, page in zip(columns.blocks, columns.pages, strict=True)
+                for pages, what in users
+                if page in pages
+            )
         return None
 
     def is_filled(self, group: int, page: int) -> bool:
