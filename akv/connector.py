@@ -25,7 +25,7 @@ from akv.services.notices import Changed
 from akv.settings import Settings, check_settings, check_staging
 from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities, check_capabilities
 from akv.values.layout import Layout, check_layout
-from akv.values.messages import PassPlan
+from akv.values.messages import PagesPerGroup, PassPlan, pages_per_group
 from akv.values.pressure import Pressure
 from akv.values.requests import Completion, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
@@ -96,6 +96,15 @@ class Connector:
         """
         self._halves.latch.check()
         return self._halves.fetch()
+
+    @property
+    def touched_pages(self) -> PagesPerGroup:
+        """The engine's pages, per layer group, that a store call reads or writes at this moment; `()` for none.
+
+        Also after the connector's block has ended, when nobody delivers `PagesReleased` any more: what is named then was left
+        to a call that did not return within `shutdown_deadline_s`, and must not be used again while the process lives.
+        """
+        return pages_per_group(self._halves.calls.pages, self._halves.groups)
 
     def pressure(self) -> Pressure:
         """How busy the connector is, for admission (V4). A snapshot; changes nothing."""
@@ -168,7 +177,8 @@ def open_connector(
 
     Leaving the block ends every task, thread and child, gives back every page and unregisters every buffer, within
     `shutdown_deadline_s`; store calls that never return are kept on record, and the exit guard sees to the end of the process
-    (O6). An error of the block leaves as it is; a fault of the connector leaves as ConnectorBroken.
+    (O6). `Connector.touched_pages` names the pages that such calls were left with. An error of the block leaves as it is; a
+    fault of the connector leaves as ConnectorBroken.
 
     Raises SettingsError, DependencyError, PoolError: then nothing stays open. **Cancellation:** closes as any error does.
     """

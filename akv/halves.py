@@ -48,6 +48,7 @@ class Halves:
 
     def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities) -> None:
         self.settings = settings
+        self.groups = len(layout.groups)
         self.latch = HealthLatch()
         self.notices = Notices(self.latch)
         self.changed = Changed(self.latch)

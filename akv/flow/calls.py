@@ -17,6 +17,7 @@ from akv.ownership.slots import SlotTicket
 from akv.ownership.store_calls import CallRecord, StoreCalls
 from akv.ports.calls import CallEnd, CallKind, CallRunner, CallSize
 from akv.ports.device import PassEvent
+from akv.values.messages import GroupPages
 
 
 class CopyFailed(AkvError):
@@ -73,13 +74,15 @@ class CallDesk:
         size: CallSize,
         ticket: SlotTicket | None = None,
         *,
+        pages: GroupPages | None = None,
         begin: Callable[[], bool] = always,
         end: Callable[[], None] = nothing,
     ) -> Any:
         """Run `call` and return its value, or raise what it raised. None if `begin` refused: then nothing was started.
 
-        `begin` and `end` are for a call that touches the engine's pages: `begin` is asked when the call has a place, with no
-        wait between it and the start; `end` is called exactly once for each `begin` that agreed, when the call has returned.
+        `pages`, `begin` and `end` are for a call that touches the engine's pages: these, and `begin` is asked when the call
+        has a place, with no wait between it and the start; `end` is called exactly once for each `begin` that agreed, when the
+        call has returned.
 
         **Cancellation:** before the call began, nothing happened. Afterwards the wait ends at once, the call goes on, the
         ticket's slots stay out of use until it returned, and `end` is called then.
@@ -89,7 +92,7 @@ class CallDesk:
         if not begin():
             self._places[kind].release_on_behalf_of(place)
             return None
-        record = self._records.begin(kind, *(() if ticket is None else (ticket,)))
+        record = self._records.begin(kind, *(() if ticket is None else (ticket,)), pages=pages)
         ended = Event()
         ends: list[CallEnd] = []
 

@@ -13,7 +13,7 @@ from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
 from akv.ports.pool import KeyAnswer, PagePool
-from akv.values.messages import PagesReleased, PassReport
+from akv.values.messages import GroupPages, PagesReleased, PassReport
 
 
 class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +59,7 @@ async def store_call(
     offsets: Sequence[int],
     slots: SlotTicket | None = None,
     *,
+    pages: GroupPages | None = None,
     begin: Callable[[], bool] = always,
     end: Callable[[], None] = nothing,
 ) -> Sequence[KeyAnswer] | None:
@@ -75,7 +76,9 @@ async def store_call(
         call = parts.pool.get if kind is CallKind.GET else parts.pool.put
         return call(keys, buffer, offsets, sizes)
 
-    answers: Sequence[KeyAnswer] | None = await parts.desk.run(kind, move, size_of(parts, batch), slots, begin=begin, end=end)
+    answers: Sequence[KeyAnswer] | None = await parts.desk.run(
+        kind, move, size_of(parts, batch), slots, pages=pages, begin=begin, end=end
+    )
     return answers
 
 
@@ -98,4 +101,6 @@ async def call_on_pages(
         if released is not None:
             parts.report(PassReport(released=(released,)))
 
-    return await store_call(parts, kind, batch, region.buffer, region.offsets(batch.pages), begin=begin, end=ended)
+    return await store_call(
+        parts, kind, batch, region.buffer, region.offsets(batch.pages), pages=batch, begin=begin, end=ended
+    )

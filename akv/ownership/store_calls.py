@@ -3,16 +3,19 @@
 """
 
 from akv.ownership.slots import SlotTicket
+from akv.values.messages import GroupPages
 
 
 class CallRecord:
-    """One blocking call from its start to its return, with the slots that it may touch until then."""
+    """One blocking call from its start to its return, with the slots and pages that it may touch until then."""
 
-    __slots__ = ("given_up", "kind", "tickets")
+    __slots__ = ("given_up", "kind", "pages", "tickets")
 
-    def __init__(self, kind: str, tickets: tuple[SlotTicket, ...]) -> None:
+    def __init__(self, kind: str, tickets: tuple[SlotTicket, ...], pages: GroupPages | None) -> None:
         self.kind = kind
         self.tickets = tickets
+        #: The engine's pages that it reads or writes itself.
+        self.pages = pages
         #: Nobody waits for it any more; it still owns what it touches.
         self.given_up = False
 
@@ -33,7 +36,12 @@ class StoreCalls:
         """Calls that have not returned and that nobody waits for."""
         return sum(record.given_up for record in self._running)
 
-    def begin(self, kind: str, *tickets: SlotTicket) -> CallRecord:
+    @property
+    def pages(self) -> list[GroupPages]:
+        """The engine's pages that calls touch which have not returned, a batch for each call."""
+        return [record.pages for record in self._running if record.pages is not None]
+
+    def begin(self, kind: str, *tickets: SlotTicket, pages: GroupPages | None = None) -> CallRecord:
         """A call starts now and holds the tickets' slots until `ended`."""
         held: list[SlotTicket] = []
         try:
@@ -45,7 +53,7 @@ class StoreCalls:
             for ticket in held:
                 ticket.release()
             raise
-        record = CallRecord(kind, tickets)
+        record = CallRecord(kind, tickets, pages)
         self._running.add(record)
         return record
 

@@ -346,3 +346,24 @@ async def test_O6_closing_beside_a_hung_put_keeps_what_it_touches_registered() -
         gate, _, _ = await a_save_in_the_store(server, kv)
     assert len(server.pool.registered) == 4
     gate.release()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_O6_M3_pages_that_a_hung_call_was_left_with_are_named_after_the_end_of_the_connector(cancelled: bool) -> None:
+    """Nobody delivers their release any more, so the engine goes on without them."""
+    server = warm()
+    async with server.open(shutdown_deadline_s=0.5) as kv:
+        assert kv.touched_pages == ()
+        gate, request, _, table = await a_load_in_the_store(server, kv)
+        assert kv.touched_pages == named(table, range(4))
+        if cancelled:
+            await request.cancel()
+    assert kv.touched_pages == named(table, range(4))
+    gate.release()
+
+
+async def test_O6_a_connector_that_ended_in_order_left_no_page_behind() -> None:
+    server = warm()
+    async with server.open() as kv:
+        await goes_on(server, kv)
+    assert kv.touched_pages == ()
