@@ -131,3 +131,12 @@ def test_S7_a_page_is_pinned_until_every_save_that_reads_it_ended(book: PageBook
     assert book.saving == {(0, 2): 1}
     book.unpin([columns(0, 2)])
     assert book.saving == {}
+
+
+def test_D2_a_page_that_comes_into_quarantine_again_is_named_again(book: PageBook) -> None:
+    book.quarantine(R, ((1, 2), ()))
+    book.tell(R)
+    book.release(released(((1,), ())))
+    book.quarantine(R, ((1,), ()))
+    assert book.tell(R) == ((1,), ())
+    assert book.release(released(((1,), ()))) == released(((1,), ()))
