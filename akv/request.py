@@ -72,8 +72,11 @@ class Request:
 
     @property
     def quarantined(self) -> PagesPerGroup:
-        """What `finished()` or `cancel()` returned; for users of `Connector.request()`, which calls them. `()` before that."""
-        return self._quarantined or ()
+        """Once it has closed: what `finished()` or `cancel()` returned, or would have if they had not been cancelled first.
+
+        For users of `Connector.request()`, which calls them. `()` before that.
+        """
+        return self._named() if self.closed else ()
 
     async def lookup(self, local_tokens: int = 0) -> Offer:
         """Ask how many tokens the pool holds beyond the engine's own match of `local_tokens` tokens, a multiple of T.
@@ -147,6 +150,10 @@ class Request:
         # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
         for number in (*self._load_ids, self.incarnation):
             self._halves.fetched(number)
+        return self._named()
+
+    def _named(self) -> PagesPerGroup:
+        """Name the pages in quarantine, once."""
         if self._quarantined is None:
             self._quarantined = self._halves.scheduler.requests.pages.tell(self._record.key)
         return self._quarantined

@@ -66,6 +66,8 @@ class CallDesk:
         #: Set at each end; `drained` makes a new one.
         self._idle = Event()
         self._places = {kind: CapacityLimiter(limit) for kind, limit in runner.limits.items()}
+        #: What waits that no cancellation cuts short wait for. None once nothing is delivered any more.
+        self._uncut: set[Event] | None = set()
 
     async def run(
         self,
@@ -179,26 +181,34 @@ class CallDesk:
         """Have a snapshot queued on the execution stream, and return as soon as it is; `queued` is given its event.
 
         The tickets' slots stay out of use until the event completed. What the copy comes to is asked of the event, by whoever
-        reads the slots. Raises what `call` raised: then nothing is queued.
+        reads the slots. Raises what `call` raised: then nothing is queued. Returns without `queued` if nobody delivers its end
+        any more (`no_more_ends`); then the slots stay out of use.
 
         **Cancellation:** before the call began, nothing happened. Afterwards it does not end the wait, neither an outer scope
         nor asyncio's own: whoever comes next may overwrite the pages, and must come behind the copy. Raised then.
         """
         kind, place = CallKind.SNAPSHOT, object()
         await self._places[kind].acquire_on_behalf_of(place)
+        if self._uncut is None:
+            self._places[kind].release_on_behalf_of(place)
+            return
         record = self._records.begin(kind, *tickets)
         returned = Event()
+        self._uncut.add(returned)
         errors: list[BaseException] = []
 
         def done(end: CallEnd) -> None:
             self._places[kind].release_on_behalf_of(place)
             if end.error is None:
-                queued(end.value)
+                if not returned.is_set():
+                    queued(end.value)
                 self._events.watch(end.value, lambda _: self._end(record))
             else:
                 errors.append(end.error)
                 self._end(record)
             returned.set()
+            if self._uncut is not None:
+                self._uncut.discard(returned)
 
         try:
             self._runner.start(kind, call, size, done)
@@ -208,6 +218,12 @@ class CallDesk:
         await uncut(returned.wait, returned.is_set)
         if errors:
             raise errors[0]
+
+    def no_more_ends(self) -> None:
+        """Whoever delivers the ends of calls has stopped. What waits for one uncut would never return, cancelled or not."""
+        waits, self._uncut = self._uncut or (), None
+        for returned in waits:
+            returned.set()
 
     async def drained(self) -> None:
         """Return when every call and copy has ended, and its end was delivered. Cancellation: nothing is held."""

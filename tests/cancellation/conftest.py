@@ -1,0 +1,196 @@
+"""Cancelling a task at its n-th wait, on either backend, and an engine that heeds quarantine and nothing else."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+
+from akv import Connector, Load, PagesReleased, Request, Scheduled
+from akv.values.messages import PagesPerGroup
+from akv_testing import settle
+from akv_testing.server import PageTable
+from akv_testing.window_server import WindowServer
+
+
+class Watched:
+    """Awaits a coroutine, and calls `cancel` at its waits number `at` to `at + times - 1`, the first being 1."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], at: int, times: int, cancel: Callable[[], object]) -> None:
+        self._work = work
+        self._at = range(at, at + times)
+        self._cancel = cancel
+        self.waits = 0
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        steps = self._work.__await__()
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                waits_for = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration:
+                return
+            self.waits += 1
+            if self.waits in self._at:
+                self._cancel()
+            try:
+                value, error = (yield waits_for), None
+            except BaseException as thrown:  # noqa: BLE001 - handed on
+                value, error = None, thrown
+
+
+class Cancelling(NamedTuple):
+    """How a task is cancelled at its wait number `at`."""
+
+    #: By asyncio's own `Task.cancel()`; else by a cancel scope.
+    native: bool = False
+    #: At how many waits in a row.
+    times: int = 1
+    #: Seconds later, with everybody else as far as they come by then; None at once, before anybody else had a turn.
+    after_s: float | None = None
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, None]], at: int) -> bool:
+        """Run `work` in a task and cancel it. True if it came to its end: then `at` lies behind its last wait."""
+        ended = []
+
+        async def whole() -> None:
+            await work()
+            ended.append(True)
+
+        if self.native:
+            task = asyncio.ensure_future(self._watched(whole, at, lambda: task.cancel()))  # noqa: PLW0108 - made just now
+            await asyncio.wait({task})
+            if not task.cancelled():
+                await task
+            return bool(ended)
+        async with anyio.create_task_group() as outside:
+            with anyio.CancelScope() as scope:
+
+                async def later() -> None:
+                    await anyio.sleep(self.after_s or 0)
+                    await settle()
+                    scope.cancel()
+
+                await self._watched(whole, at, scope.cancel if self.after_s is None else partial(outside.start_soon, later))
+            outside.cancel_scope.cancel()
+        return bool(ended)
+
+    async def _watched(self, work: Callable[[], Coroutine[Any, Any, None]], at: int, cancel: Callable[[], object]) -> None:
+        await Watched(work(), at, self.times, cancel)
+
+
+class Engine:
+    """Runs requests on a `WindowServer`. Reuses every page as soon as it is told that it may, overwriting it first; what a
+    pass releases it reuses when `after_forward` is over, however that ended.
+    """
+
+    def __init__(self, server: WindowServer) -> None:
+        self.server = server
+        #: Pages that were named, per group, and have not been released.
+        self.quarantined: list[set[int]] = [set() for _ in server.layout.groups]
+        #: How many times pages were named.
+        self.named = 0
+
+    def name(self, pages: PagesPerGroup) -> None:
+        """These stay out of use."""
+        self.named += bool(pages)
+        for group, some in enumerate(pages):
+            assert self.quarantined[group].isdisjoint(some), "a page is named once until it is released"
+            self.quarantined[group].update(some)
+
+    def fetch(self, kv: Connector) -> None:
+        """Poll, as a batching loop does."""
+        for done in kv.completed():
+            if isinstance(done, PagesReleased):
+                for group, pages in enumerate(done.pages):
+                    assert self.quarantined[group].issuperset(pages), "only what was named is released"
+                    self.quarantined[group].difference_update(pages)
+                self.server.free([list(pages) for pages in done.pages])
+            else:
+                self.name(done.quarantined)
+
+    def give_back(self, table: PageTable) -> None:
+        """Overwrite and reuse all pages of a request that has closed, but for those in quarantine."""
+        held = [[page for page in pages if page not in self.quarantined[group]] for group, pages in enumerate(table)]
+        table[:] = [[] for _ in table]
+        self.server.free(held)
+
+    async def reserve(self, request: Request, tokens: tuple[int, ...], table: PageTable) -> tuple[int, Load]:
+        """Look up, and hand over the pages of the whole offer. Returns the tokens offered, and the load."""
+        offer = await request.lookup()
+        end = offer.tokens // self.server.tokens_per_block
+        self.server._grow(table, [self.server.loads(group, end) for group in range(len(table))])
+        return offer.tokens, request.reserve(offer, offer.tokens, table)
+
+    async def run_pass(
+        self, kv: Connector, request: Request, tokens: tuple[int, ...], table: PageTable, before: int, end: int
+    ) -> None:
+        """One pass. If it is cancelled before `after_forward`, the engine drops it."""
+        self.server.prepare(table, before, end)
+        plan = kv.plan_pass([Scheduled(request=request, computed_before=before, tokens=end - before, pages=table)])
+        try:
+            await anyio.lowlevel.checkpoint()
+        except BaseException:
+            kv.drop_pass(plan)
+            raise
+        self.server.forward(tokens, table, before, end)
+        try:
+            await kv.after_forward(plan)
+        finally:
+            self.server.commit(table, end)
+
+    async def cancel(self, kv: Connector, request: Request, table: PageTable) -> None:
+        """Cancel a request, whatever comes meanwhile, and take its pages back."""
+        while True:
+            try:
+                with anyio.CancelScope(shield=True):
+                    self.name(await request.cancel())
+            except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - the engine's own clean-up goes on
+                continue
+            break
+        assert request.closed
+        self.fetch(kv)
+        self.give_back(table)
+
+
+def books(kv: Connector) -> list[str]:
+    """What a connector with nothing to do has not given back: slots, claims, plans, calls, pages."""
+    halves = kv._halves
+    worker, requests = halves.worker, halves.scheduler.requests
+    pools = [("staging", staging.slots) for staging in worker.stagings]
+    if worker._ring is not None:
+        claims = worker._ring.claims
+        pools += [(name, pool) for name, pool in (("ring", claims.host), ("device", claims._device)) if pool]
+    counts = {
+        **{f"slots of {name} {number}": pool.count - pool.free for number, (name, pool) in enumerate(pools)},
+        "claims on slots": sum(len(pool._waiting) for _, pool in pools),
+        "plans with claims": 0 if worker._ring is None else worker._ring.claims.plans,
+        "open plans": halves.scheduler._plans.open,
+        "calls": halves.calls.outstanding,
+        "events": halves._poller.outstanding,
+        "loads": worker._parts.reservations.active,
+        "saves": worker._parts.saves.active,
+        "bytes in quarantine": worker._parts.reservations.quarantined_bytes + worker._parts.saves.quarantined_bytes,
+        "requests": len(requests),
+        "pages": len(requests.pages.loading) + len(requests.pages.saving) + len(requests.pages.quarantined),
+        "places": sum(round(place.borrowed_tokens) for place in halves._desk._places.values()),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@pytest.fixture
+def cancelling() -> type[Cancelling]:
+    return Cancelling
+
+
+@pytest.fixture
+def engine() -> type[Engine]:
+    return Engine
+
+
+@pytest.fixture
+def left_open() -> Callable[[Connector], list[str]]:
+    return books
