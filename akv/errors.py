@@ -60,7 +60,8 @@ class NotOpenError(AkvError):
 class ConnectorBroken(AkvError):
     """The connector stopped because of a fault that it cannot repair. At fault: akv, or an engine that misreports its passes.
 
-    Every call and every wait ends with this from then on. Leave the connector's block; requests go on without a cache.
+    Every call and every wait ends with this from then on. Leave the connector's block; requests go on without a cache, and
+    without the pages that `Connector.touched_pages` still names then.
     """
 
 
@@ -94,8 +95,8 @@ class LoadFailed(LoadEnded):
         self.reason = reason
         self.quarantined = quarantined
         super().__init__(
-            f"the load of request {request_id!r} failed ({reason}): its pages are free again and hold no usable KV; "
-            "restart the request without this offer"
+            f"the load of request {request_id!r} failed ({reason}): its pages are free again{_but_for(quarantined)} and hold "
+            "no usable KV; restart the request without this offer"
         )
 
 
@@ -108,4 +109,12 @@ class LoadCancelled(LoadEnded):
     def __init__(self, request_id: str, quarantined: tuple[tuple[int, ...], ...] = ()) -> None:
         self.request_id = request_id
         self.quarantined = quarantined
-        super().__init__(f"the load of request {request_id!r} was cancelled: its pages are free again and hold no usable KV")
+        super().__init__(
+            f"the load of request {request_id!r} was cancelled: its pages are free again{_but_for(quarantined)} and hold no "
+            "usable KV"
+        )
+
+
+def _but_for(quarantined: tuple[tuple[int, ...], ...]) -> str:
+    count = sum(map(len, quarantined))
+    return f", but for {count} pages (`quarantined`) that completed() gives back with PagesReleased," if count else ""

@@ -29,7 +29,7 @@ from akv.services.poller import StreamPoller
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import PagesReleased, PassPlan
+from akv.values.messages import LoadState, PagesReleased, PassPlan
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted
 from akv.worker import WorkerHalf
 
@@ -77,7 +77,7 @@ class Halves:
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
         start = partial(self._start, group)
-        await start(self._runner.serve)
+        await start(self._deliver_ends)
         await start(self._poller.run)
         await self.worker.open(start)
 
@@ -90,6 +90,7 @@ class Halves:
         deadline = current_time() + self.settings.shutdown_deadline_s
         orderly = orderly and not self.latch.tripped
         self.latch.close()
+        self.scheduler.no_more_passes()
         self.worker.no_more_passes()
         for record in self.scheduler.requests.records:
             if not orderly or not self._finished(record):
@@ -125,6 +126,9 @@ class Halves:
 
     def _naming(self, ended: LoadCompleted | SavesCompleted) -> Completion:
         """The completion, with the pages of its incarnation that are in quarantine at this moment and were not named yet."""
+        if isinstance(ended, LoadCompleted) and ended.state is LoadState.LOADED:
+            # Its own pages are all in place; what a save left in quarantine comes with the end of the request.
+            return ended
         quarantined = self.scheduler.requests.pages.tell((ended.request_id, ended.incarnation))
         return msgspec.structs.replace(ended, quarantined=quarantined) if quarantined else ended
 
@@ -133,11 +137,15 @@ class Halves:
         planned, after = self.end_plan(lambda: self.scheduler.take(plan))
         snapshots: dict[int, Snapshot] = {}
         try:
-            if any(order.snapshot for order in planned.plan.saves):
+            # Asked always: slots of orders that are not wanted any more go back.
+            with self.latch.ending_waits():
                 await self.worker.snapshot(planned.plan, snapshots)
-        finally:
-            # Also when this is cancelled: the pass ran, and its pages hold KV.
-            self.scheduler.ran(planned, after, snapshots)
+        except BaseException:
+            # Cancelled, as a rule: the pass ran all the same, and its pages hold KV. What ended the wait goes first.
+            with suppress(DeviceError):
+                self.scheduler.hand_over(planned, after, snapshots)
+            raise
+        self.scheduler.hand_over(planned, after, snapshots)
         await checkpoint()
 
     def end_plan(self, end: Callable[[], Ended]) -> Ended:
@@ -173,6 +181,13 @@ class Halves:
             self.scheduler.finish(record)
             return True
         return False
+
+    async def _deliver_ends(self, *, task_status: TaskStatus[None]) -> None:  # noqa: ASYNC128 - the runner says it
+        """Run the runner's service, and say so when it ends."""
+        try:
+            await self._runner.serve(task_status=task_status)
+        finally:
+            self._desk.no_more_ends()
 
     async def _start(self, group: TaskGroup, service: Callable[..., Any]) -> None:
         """Start one service. From then on only `stop` ends it: a cancelled block needs it to give back what is in flight."""

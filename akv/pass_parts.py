@@ -5,7 +5,7 @@ from typing import NamedTuple, NoReturn
 
 from akv.errors import EngineContractError
 from akv.ownership.request_record import RequestRecord
-from akv.plan.ending import Ending, WindowPages, held_pages
+from akv.plan.ending import Ending, WindowPages
 from akv.plan.save_bounds import check_scheduled, closing_blocks, savable_blocks
 from akv.units import NO_PAGE
 from akv.values.layout import Layout
@@ -20,13 +20,15 @@ class Part(NamedTuple):
     #: Tokens that have KV before the pass, and once it ran.
     before: int
     computed: int
+    #: Tokens that may have KV once it ran: drafts that are accepted move the window on, and the engine releases pages by that.
+    history: int
     #: Blocks that are whole then, and whose hashes are known.
     end: int
     #: The first block that was not saved yet, and the pages from there on of each layer group: what `finish` may still have to
     #: save. Empty for window groups.
     first: int
     tail: tuple[tuple[int, ...], ...]
-    #: The window pages that the request holds if it finishes behind this pass.
+    #: The window pages that the request holds behind this pass: what `finish` may have to save.
     held: tuple[WindowPages, ...]
     #: Whether this pass completes the prompt's chain (W3), and the window pages that it copies then.
     closes: bool
@@ -57,11 +59,15 @@ class PassParts:
         """Tokens whose KV may be published, of `computed` ones."""
         return computed if self._save_generated else min(computed, record.prompt_tokens)
 
-    def read(self, record: RequestRecord, item: Scheduled) -> Part:
-        """One request's part. Raises EngineContractError, naming the request, for one that cannot be."""
-        self._check(record, item)
+    def read(self, record: RequestRecord, item: Scheduled, ahead: Sequence[Part] = ()) -> Part:
+        """One request's part. `ahead`: its parts in earlier plans that have not ended, where passes are planned ahead.
+
+        Raises EngineContractError, naming the request, for one that cannot be.
+        """
+        self._check(record, item, ahead)
         before, tokens = int(item.computed_before), int(item.tokens)
         computed = before + tokens
+        history = computed + int(item.draft_tokens)
         # Computed, and confirmed (K6), and wanted: the least of the three.
         end = min(
             savable_blocks(before, 0, tokens, self._tokens_per_block),
@@ -73,48 +79,40 @@ class PassParts:
             () if group in self._windows else self._pages(record, group, table, first, last)
             for group, table in enumerate(item.pages)
         )
-        began_at = before if record.windows.began_at is None else record.windows.began_at
-        resumed_at = began_at // self._tokens_per_block
-        prompt_end = record.prompt_tokens // self._tokens_per_block
-        closes = self._saves and not record.windows.closed and self._completes(record, before, computed, prompt_end)
+        closes = self._saves and not record.windows.closed and self._completes(record, before, computed, ahead)
         closing: tuple[WindowPages, ...] = ()
         held: tuple[WindowPages, ...] = ()
         if self._windows and self._saves:
             if closes:
+                began_at = record.windows.began_at
+                if began_at is None:
+                    began_at = min((part.before for part in ahead), default=before)
+                resumed_at = began_at // self._tokens_per_block
                 closing = self._ending.closing(record.prompt_tokens, before, resumed_at, item.pages)
-            # Drafts that are accepted move the window on, and the engine may have released pages by that.
-            held = self._held(record, computed, computed + int(item.draft_tokens), resumed_at, item.pages)
+            held = self._ending.held(computed, history, item.pages)
             for columns in (*closing, *held):
                 self.check_pages(record, columns.group, columns.pages, columns.blocks)
-        return Part(record, before, computed, end, first, tail, held, closes, closing)
+        return Part(record, before, computed, history, end, first, tail, held, closes, closing)
 
-    def _completes(self, record: RequestRecord, before: int, computed: int, prompt_end: int) -> bool:
-        """Whether this may be the first pass behind which the prompt's chain has KV. Passes that are planned ahead cannot know
-        which of them will run; the first that does is the one.
-        """
-        end = prompt_end * self._tokens_per_block
-        return 0 < end <= computed and (before < end or record.windows.began_at is None)
+    def _completes(self, record: RequestRecord, before: int, computed: int, ahead: Sequence[Part]) -> bool:
+        """Whether this is the first pass behind which the prompt's chain has KV (W3)."""
+        end = record.prompt_tokens // self._tokens_per_block * self._tokens_per_block
+        first = record.windows.began_at is None and not ahead
+        return 0 < end <= computed and (before < end or first)
 
-    def _held(
-        self, record: RequestRecord, computed: int, history: int, resumed_at: int, tables: Sequence[Sequence[int]]
-    ) -> tuple[WindowPages, ...]:
-        # Of what the pass computes only what is confirmed by now has a hash (K6); what the engine releases behind the pass
-        # goes by all that it may have computed.
-        kept = self.kept(record, min(computed, record.chain.length))
-        finishing = self._ending.finishing(kept, history, resumed_at)
-        return tuple(held_pages(group, blocks, tables[group]) for group, blocks in finishing.items())
-
-    def _check(self, record: RequestRecord, item: Scheduled) -> None:
+    def _check(self, record: RequestRecord, item: Scheduled, ahead: Sequence[Part]) -> None:
         check_scheduled(record.request_id, item.computed_before, item.tokens, item.draft_tokens)
         if record.load is not None:
             raise EngineContractError(
                 f"request {record.request_id!r} is scheduled while its load is under way: its pages are the connector's; "
                 "schedule it once Load.wait() returned or completed() delivered its LoadCompleted"
             )
-        if record.valid_to is not None and item.computed_before > record.valid_to:
+        # What passes that are planned will compute, accepted drafts with it, counts as there.
+        valid_to = None if record.valid_to is None else max([record.valid_to, *(part.history for part in ahead)])
+        if valid_to is not None and item.computed_before > valid_to:
             raise EngineContractError(
                 f"request {record.request_id!r} is scheduled with computed_before = {item.computed_before}, but its load did "
-                f"not deliver and its pages hold KV for {record.valid_to} tokens only: schedule it from there, or report a "
+                f"not deliver and its pages hold KV for {valid_to} tokens only: schedule it from there, or report a "
                 "longer local match with lookup(local_tokens)"
             )
         tables: object = item.pages

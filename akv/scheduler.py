@@ -180,7 +180,7 @@ class SchedulerHalf:
         most = self._most_blocks
         for item in scheduled:
             record = self._scheduled(item, seen)
-            part = self._reader.read(record, item)
+            part = self._reader.read(record, item, self._ahead(record))
             parts.append(part)
             windows += self._window_saves(part, item)
             if self._saves and most:
@@ -196,6 +196,10 @@ class SchedulerHalf:
         if windows:
             self.plan_arrived(plan)
         return plan
+
+    def _ahead(self, record: RequestRecord) -> list[Part]:
+        """The request's parts in plans that have not ended, oldest first."""
+        return [part for planned in self._plans.contents for part in planned.parts if part.record is record]
 
     def _window_saves(self, part: Part, item: Scheduled) -> list[SaveOrder]:
         """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""
@@ -214,17 +218,45 @@ class SchedulerHalf:
         return order
 
     def take(self, plan: PassPlan) -> tuple[Planned, PassEvent]:
-        """The planned pass is queued on the execution stream: the plan ends, and `ran` follows, given the pass's event."""
+        """The planned pass is queued on the execution stream: the plan ends, what it computed is noted, and `hand_over`
+        follows, given the pass's event. Raises DeviceError.
+        """
         # First what may fail: then the plan is still open, and may be dropped.
-        after = self.fence()
+        try:
+            after = self.fence()
+        except BaseException:
+            self._may_have_run(self._plans.peek(plan.plan_id))
+            raise
         planned = self._end(plan, "superseded by a later pass")
-        # Where passes are planned ahead, an earlier one may have completed the prompt since: its end is copied once.
-        closed = {part.record.key for part in planned.parts if part.record.windows.closed}
-        wanted = tuple(o for o in planned.plan.saves if not (o.snapshot and (o.request_id, o.incarnation) in closed))
+        # Here, and not behind the wait for the copies: passes are noted in the order in which they ran, and one that is cut
+        # short, or whose copies fail, computed and released the same pages as any other.
+        for part in planned.parts:
+            self._ran(part)
+        # Nobody will store the pages of a request that has begun to end: it may have got them back.
+        gone = {part.record.key for part in planned.parts if part.record.phase is not Phase.OPEN}
+        wanted = tuple(o for o in planned.plan.saves if (o.request_id, o.incarnation) not in gone)
         return planned._replace(plan=msgspec.structs.replace(planned.plan, saves=wanted)), after
 
-    def ran(self, planned: Planned, after: PassEvent, snapshots: dict[int, Snapshot]) -> None:
-        """What is to be copied at the pass has been: move the marks, hand the pass's saves over. Raises DeviceError."""
+    def _ran(self, part: Part) -> None:
+        end = part.end if self._saves else 0
+        self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks, history=part.history)
+        if part.closes and part.closing:
+            self._tell_end(part)
+        part.record.windows.ran(part.before, part.held, closes=part.closes)
+
+    @staticmethod
+    def _may_have_run(planned: Planned | None) -> None:
+        """A pass of which nobody says whether it ran: the engine may have released window pages behind it."""
+        for part in () if planned is None else planned.parts:
+            part.record.windows.held = ()
+
+    def no_more_passes(self) -> None:
+        """The connector closes: nobody can say any more whether the passes under way ran."""
+        for planned in self._plans.contents:
+            self._may_have_run(planned)
+
+    def hand_over(self, planned: Planned, after: PassEvent, snapshots: dict[int, Snapshot]) -> None:
+        """What is to be copied at the pass has been: hand its saves over. Raises DeviceError."""
         queued: list[SaveOrder] = []
         try:
             if snapshots:
@@ -232,12 +264,6 @@ class SchedulerHalf:
                 after = self.fence()
             copied = (order for order in planned.plan.saves if order.save_id in snapshots or not order.snapshot)
             queued = [q for order in copied if (q := self.requests.queue_save(order)) is not None]
-            for part in planned.parts:
-                end = part.end if self._saves else 0
-                self.requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks)
-                if part.closes and part.closing and not part.record.windows.closed:
-                    self._tell_end(part)
-                part.record.windows.ran(part.before, part.held, closes=part.closes)
             if queued:
                 self.accept_saves(queued, after, snapshots)
         finally:
@@ -270,8 +296,11 @@ class SchedulerHalf:
             return
         after = self.fence()
         end = self._closing(record)
-        self._carry_out(self.requests.finish(record, upto=end), after)
         began_at = (record.windows.began_at or 0) // self._tokens_per_block
+        if record.windows.held:
+            kept = self._kept(record)
+            record.windows.held = self._ending.finishing(kept, began_at, record.windows.held)
+        self._carry_out(self.requests.finish(record, upto=end), after)
         # What it resumed from lies in the pool, or in other requests' pages, whose matter it is.
         if end > began_at and self._ending.lacks(end, lambda g, block: block < began_at or record.windows.saved(g, block)):
             observe.emit(observe.WINDOW_TAIL_MISSING, request_id=record.request_id, incarnation=record.incarnation, block=end)
@@ -334,8 +363,11 @@ class SchedulerHalf:
 
     def _closing(self, record: RequestRecord) -> int:
         """Blocks that a request which finishes now may have published (S12)."""
-        computed = self._reader.kept(record, min(record.computed, record.chain.length)) if self._saves else 0
-        return closing_blocks(computed, self._tokens_per_block)
+        return closing_blocks(self._kept(record), self._tokens_per_block)
+
+    def _kept(self, record: RequestRecord) -> int:
+        """Its tokens."""
+        return self._reader.kept(record, min(record.computed, record.chain.length)) if self._saves else 0
 
     def _end(self, plan: PassPlan, reason: str) -> Planned:
         planned, earlier = self._plans.end(plan.plan_id)

@@ -144,7 +144,7 @@ class WorkerHalf:
 
     async def snapshot(self, plan: PassPlan, taken: dict[int, Snapshot]) -> None:
         """Copy the window pages of a pass that has been queued (S3). As `take_snapshots`."""
-        if self._ring is not None:
+        if self._ring is not None and self._ring.claims.has(plan.plan_id):
             await take_snapshots(self._ring, self._ring_news, self._ports.device, self._desk, plan, taken)
 
     def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Snapshot]) -> None:

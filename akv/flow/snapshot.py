@@ -15,7 +15,7 @@ from anyio import Event, move_on_after
 from anyio.lowlevel import checkpoint
 
 from akv import observe
-from akv.errors import DeviceError
+from akv.errors import AkvError, DeviceError
 from akv.flow.calls import CallDesk
 from akv.ownership.snapshots import SnapshotClaim, SnapshotClaims
 from akv.plan.batching import slot_offsets
@@ -69,14 +69,14 @@ class Together:
 
     def __init__(self) -> None:
         self._events: list[PassEvent] = []
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def queue(self, copies: Iterable[Callable[[], PassEvent]]) -> "Together":
         """Queue one after the other. If one cannot be queued, those before it are still waited for."""
         try:
             for copy in copies:
                 self._events.append(copy())
-        except BaseException as failure:  # noqa: BLE001 - raised by `query`, when nothing of it touches the slots any more
+        except (AkvError, RuntimeError, ValueError, MemoryError) as failure:  # what devices raise; told by `query`
             self._failure = failure
         return self
 
@@ -91,7 +91,7 @@ class Together:
                 self._failure = self._failure or failure
         self._events = running
         if not running and self._failure is not None:
-            raise self._failure
+            raise DeviceError(f"window pages could not be copied: {self._failure}") from self._failure
         return not running
 
 

@@ -1,5 +1,6 @@
 """Plans of passes: each ends exactly once (S2)."""
 
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from akv.errors import EngineContractError
@@ -22,6 +23,15 @@ class Plans(Generic[Content]):
     def open(self) -> int:
         """Plans that have not ended."""
         return len(self._open)
+
+    @property
+    def contents(self) -> Iterable[Content]:
+        """What the open plans keep, oldest first."""
+        return self._open.values()
+
+    def peek(self, plan_id: int) -> Content | None:
+        """What stands with a plan that has not ended; None if it has, or never was."""
+        return self._open.get(plan_id)
 
     def next_id(self) -> int:
         """The id of the plan that `add` will take next."""

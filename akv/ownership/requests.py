@@ -169,8 +169,11 @@ class Requests:
         first: int,
         tail: tuple[tuple[int, ...], ...],
         most: int = UNLIMITED,
+        *,
+        history: int = 0,
     ) -> None:
-        """A pass of this request ran: `computed` tokens have KV now; `tail` are its pages from block `first` on.
+        """A pass of this request ran: `computed` tokens have KV now, and `history` if its drafts are accepted; `tail` are its
+        pages from block `first` on.
 
         Of the first `most` open blocks below `end` those that the pool is known to hold are marked as stored, so that later
         passes do not look at them again. Blocks without a hash are left to them.
@@ -182,7 +185,7 @@ class Requests:
             chain = hashes_of(record.chain, open_blocks)
             record.marks.stored([block for block in open_blocks if chain[block] in self._known])
         if record.valid_to is not None:
-            record.valid_to = max(record.valid_to, computed)
+            record.valid_to = max(record.valid_to, computed, history)
 
     def queue_save(self, order: SaveOrder) -> SaveOrder | None:
         """A listed save is handed over now. Left out are blocks that an earlier pass handed over meanwhile, blocks with a page

@@ -64,6 +64,10 @@ class SnapshotClaims:
         if claims:
             self._plans[plan_id] = claims
 
+    def has(self, plan_id: int) -> bool:
+        """Whether this plan asked for slots."""
+        return plan_id in self._plans
+
     def take(self, plan_id: int) -> list[SnapshotClaim]:
         """The pass ran: its claims are the caller's, to be used or left."""
         return self._plans.pop(plan_id, [])

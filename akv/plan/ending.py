@@ -50,26 +50,39 @@ class Ending(NamedTuple):
             for group in self.groups
         )
 
-    def finishing(self, kept: int, history: int, resumed_at: int | None) -> dict[int, list[range]]:
-        """The blocks of each window group that a request saves which finishes with KV for `kept` tokens that may be published.
+    def held(self, computed: int, history: int, tables: Sequence[Sequence[int]]) -> tuple[WindowPages, ...]:
+        """The window pages that a request holds behind a pass that computed up to `computed` tokens.
 
-        `history` tokens may have KV in all, drafts and unconfirmed ones with them: by these the engine released pages.
+        `history` tokens may have KV then, accepted drafts with them: the engine releases pages by these, less its retention.
         """
-        shapes = {g.group: (g.window_tokens, g.sink_tokens, self.tokens_per_block) for g in self.groups}
-        released_at = max(0, history - self.retention_tokens)
-        return {
-            group: without(
-                finishing_window(
-                    kept,
-                    *shape,
-                    rewind_tokens=self.rewind_tokens,
-                    retention_tokens=self.retention_tokens,
-                    resumed_at=resumed_at,
-                ),
-                stale_blocks(released_at, *shape),
+        size = self.tokens_per_block
+        held = []
+        for group in self.groups:
+            gone = stale_blocks(max(0, history - self.retention_tokens), group.window_tokens, group.sink_tokens, size)
+            held.append(
+                held_pages(group.group, [range(gone.start), range(gone.stop, -(-computed // size))], tables[group.group])
             )
-            for group, shape in shapes.items()
-        }
+        return tuple(held)
+
+    def finishing(self, kept: int, resumed_at: int | None, held: Sequence[WindowPages]) -> tuple[WindowPages, ...]:
+        """Of the pages that it holds those that a request saves which finishes with KV for `kept` tokens (S12).
+
+        `kept` are those that may be published, of which all are confirmed.
+        """
+        columns = []
+        for group, pages in zip(self.groups, held, strict=True):
+            wanted = finishing_window(
+                kept,
+                group.window_tokens,
+                group.sink_tokens,
+                self.tokens_per_block,
+                rewind_tokens=self.rewind_tokens,
+                retention_tokens=self.retention_tokens,
+                resumed_at=resumed_at,
+            )
+            some = [(b, p) for b, p in zip(pages.blocks, pages.pages, strict=True) if any(b in blocks for blocks in wanted)]
+            columns.append(WindowPages(pages.group, tuple(b for b, _ in some), tuple(p for _, p in some)))
+        return tuple(columns)
 
     def covered_ends(self, end: int, columns: Sequence[WindowPages]) -> int:
         """How many of the ends within the rewind, `end` included, have the whole tail of their window in these pages (W4)."""
@@ -102,12 +115,3 @@ def held_pages(group: int, blocks: Sequence[range], table: Sequence[int]) -> Win
         if page != NO_PAGE
     ]
     return WindowPages(group, tuple(block for block, _ in held), tuple(page for _, page in held))
-
-
-def without(blocks: Sequence[range], gone: range) -> list[range]:
-    """These blocks without those that are gone."""
-    if not gone:
-        return list(blocks)
-    ahead = [range(some.start, min(some.stop, gone.start)) for some in blocks]
-    behind = [range(max(some.start, gone.stop), some.stop) for some in blocks]
-    return [some for some in (*ahead, *behind) if some]

@@ -367,3 +367,26 @@ async def test_O6_a_connector_that_ended_in_order_left_no_page_behind() -> None:
     async with server.open() as kv:
         await goes_on(server, kv)
     assert kv.touched_pages == ()
+
+
+async def test_D2_a_load_that_is_loaded_names_nothing_and_the_end_of_the_request_does() -> None:
+    """Whoever polls late, after a cancel beside a hung put, must not find the put's pages in the good end of a load."""
+    server = warm()
+    tokens = (*TOKENS, *range(700, 708))
+    async with server.open() as kv:
+        gate = server.runner.hold(CallKind.PUT)
+        request, load, _ = await server.load(kv, "r", tokens)
+        await settle()
+        assert load.state is LoadState.LOADED
+        page_table = server.allocate(tokens)
+        await server.compute(kv, request, tokens, page_table, before=16)
+        await gate.reached()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await request.cancel()
+        await settle()
+        loaded, ended = kv.completed()
+        assert isinstance(loaded, LoadCompleted)
+        assert isinstance(ended, SavesCompleted)
+        assert (loaded.quarantined, ended.quarantined) == ((), (tuple(page_table[0][4:6]), ()))
+        gate.release()

@@ -235,7 +235,7 @@ async def test_M5_control_a_snapshot_that_is_taken_after_the_event_copies_anothe
 # -- S4: the ring
 
 
-async def ring_of(kv: Connector) -> tuple[int, int, int]:
+def ring_of(kv: Connector) -> tuple[int, int, int]:
     """Slots in all, free, and of given-up calls."""
     ring = kv._halves.worker._ring
     assert ring is not None
@@ -275,7 +275,7 @@ async def test_S4_without_slots_in_time_a_pass_drops_its_window_pages_and_waits_
         gate.release()
         await first.finished()
         await second.finished()
-        assert await ring_of(kv) == (4, 4, 0)
+        assert ring_of(kv) == (4, 4, 0)
     assert server.ends(PROMPT[:22])[-1] == 5
     assert server.ends(range(500, 522)) == []
     assert server.wrong_values() == []

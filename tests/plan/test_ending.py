@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from akv.plan.ending import Ending, WindowPages, held_pages, without
+from akv.plan.ending import Ending, WindowPages, held_pages
 from akv.plan.window import closing_window, finishing_window, stale_blocks
 from akv.plan.window_search import WindowGroup
 from akv.units import NO_PAGE
@@ -27,6 +27,14 @@ def tables(blocks: int, *missing: int) -> list[list[int]]:
 
 def column(group: int, *blocks: int) -> WindowPages:
     return WindowPages(group, blocks, tuple(100 * group + block for block in blocks))
+
+
+def finished(ending: Ending, kept: int, history: int, resumed_at: int | None = None) -> dict[int, list[int]]:
+    """The blocks that a request lists at its end, of the pages that it held behind its last pass."""
+    pages = [table(group, -(-history // T) + 1) for group in range(4)]
+    columns = ending.finishing(kept, resumed_at, ending.held(history, history, pages))
+    assert all(column.pages == tuple(100 * column.group + block for block in column.blocks) for column in columns)
+    return {column.group: list(column.blocks) for column in columns}
 
 
 # -- what the closing pass lists
@@ -59,7 +67,7 @@ def test_W3_what_the_engine_released_before_the_pass_or_never_had_is_not_listed(
 def test_W3_a_layout_without_windows_lists_nothing() -> None:
     ending = Ending((), T, rewind_tokens=T, retention_tokens=T)
     assert ending.closing(41, 0, None, []) == ()
-    assert ending.finishing(41, 41, None) == {}
+    assert finished(ending, 41, 41) == {}
     assert not ending.lacks(10, lambda group, block: False)
 
 
@@ -67,19 +75,28 @@ def test_W3_a_layout_without_windows_lists_nothing() -> None:
 
 
 def test_S12_finishing_lists_each_groups_blocks_that_are_held() -> None:
-    assert ENDING._replace(retention_tokens=T).finishing(41, 41, None) == {
-        1: [range(8, 10)],
-        3: [range(2), range(5, 10)],
-    }
+    assert finished(ENDING._replace(retention_tokens=T), 41, 41) == {1: [8, 9], 3: [0, 1, 5, 6, 7, 8, 9]}
 
 
 def test_S12_pages_that_were_released_behind_tokens_not_confirmed_are_not_listed() -> None:
     """The engine ran ahead of what it told: by that it moved its window on."""
     ending = ENDING._replace(retention_tokens=T)
     # Behind 46 tokens, with a retention of 4, it holds [34, ...] and [23, ...]: one block less than the end at 41 reads.
-    assert ending.finishing(41, 46, None)[1] == [range(8, 10)]
-    assert ending.finishing(41, 48, None)[1] == [range(9, 10)]
-    assert ending.finishing(41, 200, None) == {1: [], 3: [range(2)]}, "sinks are never released"
+    assert finished(ending, 41, 46)[1] == [8, 9]
+    assert finished(ending, 41, 48)[1] == [9]
+    assert finished(ending, 41, 200) == {1: [], 3: [0, 1]}, "sinks are never released"
+
+
+def test_S12_tokens_that_were_confirmed_behind_the_plan_count_at_the_end() -> None:
+    """What is held is noted with the plan; how much of it has a hash is known at the end."""
+    ending = ENDING._replace(retention_tokens=T)
+    held = ending.held(44, 44, tables(11))
+    assert ending.finishing(43, None, held)[0] == column(1, 8, 9)
+    assert ending.finishing(44, None, held)[0] == column(1, 8, 9, 10)
+
+
+def test_S12_a_page_that_the_table_lacks_is_not_held() -> None:
+    assert ENDING._replace(retention_tokens=T).held(41, 41, tables(11, 9))[0] == column(1, 7, 8, 10)
 
 
 TOKENS = st.integers(0, 80)
@@ -92,7 +109,8 @@ def test_S12_nothing_is_listed_that_the_engine_may_have_released(
 ) -> None:
     window, sinks, size = shape
     ending = Ending((WindowGroup(0, window, sinks),), size, rewind, retention)
-    listed = [block for some in ending.finishing(kept, kept + ahead, resumed_at)[0] for block in some]
+    [column] = ending.finishing(kept, resumed_at, ending.held(kept, kept + ahead, [table(0, 81)]))
+    listed = list(column.blocks)
     read_on = [
         block
         for block in range(kept // size)
@@ -165,19 +183,6 @@ def test_W3_pages_are_plain_numbers_of_the_blocks_that_have_one() -> None:
     assert held_pages(2, [], [1, 2]) == WindowPages(2, (), ())
 
 
-@given(
-    st.lists(st.integers(0, 12), max_size=4, unique=True).map(sorted),
-    st.tuples(st.integers(0, 12), st.integers(0, 12)),
-)
-def test_W1_blocks_without_those_that_are_gone(bounds: list[int], gone: tuple[int, int]) -> None:
-    blocks = [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=False)]
-    left = without(blocks, range(*gone))
-    assert [block for some in left for block in some] == [
-        block for some in blocks for block in some if block not in range(*gone)
-    ]
-    assert all(left)
-
-
 def test_S12_sinks_beyond_the_window_are_listed_as_one_with_the_tail() -> None:
     assert stale_blocks(8, 9, 0, T) == range(0)
-    assert Ending((WindowGroup(0, 9, 40),), T, 0, 0).finishing(33, 33, None) == {0: [range(8)]}
+    assert finished(Ending((WindowGroup(0, 9, 40),), T, 0, 0), 33, 33) == {0: list(range(8))}
