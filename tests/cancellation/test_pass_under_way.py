@@ -48,8 +48,8 @@ async def a_full_ring(server: WindowServer, kv: Connector):  # type: ignore[no-u
     return gate, other
 
 
-def small(**settings: object) -> WindowServer:
-    return WindowServer(windows=((10, 0),), snapshot_slots=4, snapshot_wait_ms=60_000, **settings)
+def small() -> WindowServer:
+    return WindowServer(windows=((10, 0),), snapshot_slots=4, snapshot_wait_ms=60_000)
 
 
 # -- the connector ends
