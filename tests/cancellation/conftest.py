@@ -38,7 +38,7 @@ class Watched:
                 self._cancel()
             try:
                 value, error = (yield waits_for), None
-            except BaseException as thrown:  # noqa: BLE001 - handed on
+            except BaseException as thrown:  # noqa: ASYNC103, BLE001 - handed on
                 value, error = None, thrown
 
 
@@ -149,7 +149,7 @@ class Engine:
                 with anyio.CancelScope(shield=True):
                     self.name(await request.cancel())
             except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - the engine's own clean-up goes on
-                continue
+                continue  # noqa: ASYNC104 - as above
             break
         assert request.closed
         self.fetch(kv)

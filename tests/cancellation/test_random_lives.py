@@ -129,7 +129,7 @@ class Crowd:
                 await self.one_pass(kv, request, tokens, table, len(tokens) - 1, len(tokens))
             await request.finished()
         finally:
-            await self.engine.cancel(kv, request, table)
+            await self.engine.cancel(kv, request, table)  # noqa: ASYNC102 - shielded there
 
     async def one_pass(self, kv: Connector, request, tokens, table: PageTable, before: int, end: int) -> None:  # type: ignore[no-untyped-def]
         """A pass, now and then planned once in vain. Nothing waits between a plan and its pass: passes come in order."""
