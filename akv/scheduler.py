@@ -16,6 +16,7 @@ from akv.flow.calls import CallDesk
 from akv.flow.lookup import LookupParts, hash_in_slices, look_up
 from akv.flow.reserve import reserve
 from akv.flow.snapshot import Snapshot
+from akv.ownership.negative_keys import NegativeKeys
 from akv.ownership.plans import Plans
 from akv.ownership.request_record import LoadHold, Phase, RequestRecord
 from akv.ownership.requests import Effect, Requests
@@ -57,6 +58,7 @@ class SchedulerHalf:
         self._tokens_per_block = layout.tokens_per_block
         self._page_counts = ports.device.page_counts
         self._recent = RecentChains(settings.recent_chains_tokens)
+        self._negative = NegativeKeys(len(layout.groups), settings.negative_ttl_s)
         self._lookup = LookupParts(
             pool=ports.pool,
             desk=desk,
@@ -70,6 +72,7 @@ class SchedulerHalf:
             probe_concurrency=settings.probe_concurrency,
             turn=Lock(),
             recent=self._recent,
+            negative=self._negative,
             deadline_s=settings.lookup_deadline_s,
         )
         self._ended = ended
@@ -320,8 +323,11 @@ class SchedulerHalf:
         """The worker half tells what ended."""
         now = current_time()
         for load in report.loads:
+            self._negative.failed(load.bad_pages, now)
             self._carry_out(self.requests.load_ended(load))
         for save in report.saves:
+            if self._negative:
+                self._negative.stored(self.requests.stored_pages(save))
             self._carry_out(self.requests.save_ended(save, now))
         for unread in report.unread:
             self._carry_out(self.requests.pages_unread(unread))

@@ -20,7 +20,7 @@ from akv.plan.batching import Batch, split_batches
 from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
-from akv.values.messages import LoadResult, PassReport
+from akv.values.messages import BadPage, LoadResult, PassReport
 
 
 async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
@@ -92,10 +92,20 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
 
 def _all_arrived(parts: WorkerParts, record: LoadRecord, batch: Batch, answers: Sequence[KeyAnswer] | None) -> bool:
     """Whether the load may go on: no answer is bad, and nothing else has passed a verdict meanwhile."""
-    for block_hash, answer in zip(batch.hashes, answers or (), strict=answers is not None):
-        if answer.state is not KeyState.OK:
-            report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [block_hash])[0], answer.state))
-            break
+    failed = [
+        (block_hash, answer.state)
+        for block_hash, answer in zip(batch.hashes, answers or (), strict=answers is not None)
+        if answer.state is not KeyState.OK
+    ]
+    if failed:
+        first, state = failed[0]
+        # A lease that passed says that the store was slow, and nothing of the page.
+        bad = tuple(
+            BadPage(batch.group, block_hash, named=state is not KeyState.MISSING)
+            for block_hash, state in failed
+            if state is not KeyState.LEASE_EXPIRED
+        )
+        report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [first])[0], state, bad))
     return record.verdict is None
 
 

@@ -5,13 +5,16 @@
 """
 
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
-from anyio import CancelScope, Lock, create_task_group, move_on_after
+from anyio import CancelScope, Lock, create_task_group, current_time, move_on_after
 from anyio.lowlevel import checkpoint
 
+from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk
+from akv.ownership.negative_keys import NegativeKeys
 from akv.plan.hashing import Chain
 from akv.plan.keys import KeySpace
 from akv.plan.lookup import LookupRange, ProbeWalk, lookup_range, offer_of, prefix_length
@@ -41,6 +44,8 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     #: tasks, and not one turn together (L3).
     turn: Lock
     recent: RecentChains
+    #: Pages that count as missing, whatever the pool says of them (L8).
+    negative: NegativeKeys
     deadline_s: float
 
     def nothing(self, outcome: LookupOutcome, probed: int = 0, hole: int | None = None) -> "LookupAnswer":
@@ -178,18 +183,22 @@ class _Search:
                 all_of_them.cancel()
 
     async def _ask(self, pages: Sequence[GroupBlocks]) -> list[bool]:
-        """Ask the pool for pages in one call: which of them are there, in order."""
+        """Ask the pool for pages in one call: which of them are there, in order. Those that failed lately are not (L8)."""
         parts, chain = self._parts, self._chain
         await hash_in_slices(chain, max(blocks[-1] for _, blocks in pages) + 1, parts.turn)
         async with parts.turn:
-            keys = [key for group, blocks in pages for key in parts.keys.keys(group, _hashes(chain, blocks))]
+            columns = [(group, _hashes(chain, blocks)) for group, blocks in pages]
+            now = current_time()
+            there = [not bad for group, hashes in columns for bad in parts.negative.are_bad(group, hashes, now)]
+            keys = list(compress((key for column in columns for key in parts.keys.keys(*column)), there))
+        if not keys:
+            await checkpoint()
+            return there
         self.probed += len(keys)
-        answers = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
-        if len(answers) != len(keys):
-            # Nobody knows which key an answer is about (L2).
-            return [False] * len(keys)
+        answers = answer_each(await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys))), len(keys))
         self._unanswered += all(answer.state is KeyState.UNAVAILABLE for answer in answers)
-        return [answer.state is KeyState.OK for answer in answers]
+        told = (answer.state is KeyState.OK for answer in answers)
+        return [asked and next(told) for asked in there]
 
 
 def _hashes(chain: Chain, blocks: Sequence[int]) -> list[bytes]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
 from akv.ownership.reservations import Reservations
 from akv.ownership.saves import Saves
@@ -74,7 +75,7 @@ async def store_call(
 
     def move() -> Sequence[KeyAnswer]:
         call = parts.pool.get if kind is CallKind.GET else parts.pool.put
-        return call(keys, buffer, offsets, sizes)
+        return answer_each(call(keys, buffer, offsets, sizes), len(keys))
 
     answers: Sequence[KeyAnswer] | None = await parts.desk.run(
         kind, move, size_of(parts, batch), slots, pages=pages, begin=begin, end=end

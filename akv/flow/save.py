@@ -8,6 +8,7 @@ Where the store can reach the pages itself a batch is one store call from them.
 from collections.abc import Sequence
 from functools import partial
 
+from akv.flow.answers import answer_each
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, size_of, store_call
@@ -52,8 +53,7 @@ async def _missing(parts: WorkerParts, ticket: SaveTicket) -> tuple[GroupPages, 
             break
         keys = parts.keys.keys(batch.group, batch.hashes)
         answers = await parts.desk.run(CallKind.PROBE, partial(parts.pool.probe, keys), CallSize(len(keys)))
-        # A list of another length says nothing about any key.
-        there = [answer.state is KeyState.OK for answer in answers] if len(answers) == len(keys) else [False] * len(keys)
+        there = [answer.state is KeyState.OK for answer in answer_each(answers, len(keys))]
         ticket.pages_stored([block for block, is_there in zip(batch.blocks, there, strict=True) if is_there], 0)
         missing.append(select_pages(batch, [not is_there for is_there in there]))
     return tuple(batch for batch in missing if batch.blocks)

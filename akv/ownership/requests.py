@@ -196,6 +196,15 @@ class Requests:
             return None
         return self._queue(record, order)
 
+    def stored_pages(self, result: SaveResult) -> list[GroupPages]:
+        """The pages that a save which ends now brought to the pool. Ask before `save_ended`."""
+        record = self._record(result.request_id, result.incarnation)
+        order = None if record is None else record.saves.get(result.save_id)
+        if order is None:
+            return []
+        stored = set(result.stored)
+        return [select_pages(group, [block in stored for block in group.blocks]) for group in order.groups]
+
     def save_ended(self, result: SaveResult, now: float) -> list[Effect]:
         """The worker ended a save. Its mark stays, or steps back to what was refused (S2)."""
         record = self._record(result.request_id, result.incarnation)

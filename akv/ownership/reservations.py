@@ -11,13 +11,13 @@ from bisect import insort_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
+from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
 
 
 class LoadRecord:
     """One reservation, from the order to its terminal state."""
 
-    __slots__ = ("calls", "copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
+    __slots__ = ("bad_pages", "calls", "copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
 
     def __init__(self, order: LoadOrder, fence: Any) -> None:
         self.order = order
@@ -30,6 +30,7 @@ class LoadRecord:
         self.verdict: LoadState | None = None
         self.failed_key = ""
         self.reason = ""
+        self.bad_pages: tuple[BadPage, ...] = ()
         #: Whether the terminal state was reached; the pages are the engine's again.
         self.ended = False
         #: Set by the loader that works on it: ends that work's wait.
@@ -106,10 +107,13 @@ class Reservations:
         """Every page of the order is in place, seen by the host."""
         return self._decide(record, LoadState.LOADED)
 
-    def fail(self, record: LoadRecord, key: str, reason: str) -> LoadResult | None:
-        """A page cannot be had; what landed is discarded (D3). Without effect after another verdict."""
+    def fail(self, record: LoadRecord, key: str, reason: str, bad_pages: tuple[BadPage, ...] = ()) -> LoadResult | None:
+        """A page cannot be had; what landed is discarded (D3). Without effect after another verdict.
+
+        `bad_pages`: those that the pool did not deliver, where it is likely to do so again (L8).
+        """
         if record.verdict is None:
-            record.failed_key, record.reason = key, reason
+            record.failed_key, record.reason, record.bad_pages = key, reason, bad_pages
         return self._decide(record, LoadState.FAILED)
 
     def withdraw(self, request_id: str, incarnation: int) -> tuple[list[LoadRecord], list[LoadResult]]:
@@ -149,6 +153,7 @@ class Reservations:
             bytes=self._bytes(groups),
             failed_key=record.failed_key,
             reason=record.reason,
+            bad_pages=record.bad_pages,
             quarantined=pages_per_group(record.calls, len(self._page_bytes)),
         )
 

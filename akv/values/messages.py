@@ -108,6 +108,16 @@ class LoadState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class BadPage(msgspec.Struct, frozen=True):
+    """A page that the pool was asked for and did not deliver, for a reason that may outlast the load (L8)."""
+
+    group: int
+    #: Chain hash, 16 bytes.
+    hash: bytes
+    #: Whether the pool may hold something under its key all the same: then a put changes nothing, the first value stays.
+    named: bool
+
+
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """Worker to scheduler: a reservation reached its terminal state."""
 
@@ -121,6 +131,9 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     #: The first page that was not delivered, and why in one word. Empty unless FAILED.
     failed_key: str = ""
     reason: str = ""
+    #: The pages that count as missing from now on. Empty unless FAILED, and where the failure says nothing of the keys: a copy
+    #: that failed, our own deadline, a lease that had passed.
+    bad_pages: tuple[BadPage, ...] = ()
     #: Pages that a store call which was given up may still write: kept back until `PagesReleased`. Empty if LOADED.
     quarantined: PagesPerGroup = ()
 

@@ -122,6 +122,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lookup_deadline_s: Seconds = 1.0
     #: Seconds from a load's dispatch after which it fails, and its request computes instead.
     load_deadline_s: Seconds = 5.0
+    #: Seconds for which a page that the pool did not deliver counts as missing. The pool goes on naming what a dead process
+    #: held for about 11 seconds; until then every request with that prompt would wait for a load that fails.
+    negative_ttl_s: Seconds = 15.0
     #: Seconds that leaving the connector may take in all. What the store still holds then is kept alive and reported.
     shutdown_deadline_s: Seconds = 10.0
     #: True registers an `atexit` guard that waits for outstanding store calls and, if one never returns, leaves without

@@ -220,7 +220,8 @@ async def test_D3_D2_a_get_that_fails_fails_its_request_alone_and_gives_everythi
         scattered = [(copy.group, page) for copy in server.device.copies for page in copy.pages]
         assert (1, table[1][5]) not in scattered
         assert (0, table[0][8]) not in scattered
-        # The pages can be lent again at once, and the slots with them.
+        # The pages can be lent again at once, and the slots with them; the key is asked for again in time (L8).
+        await anyio.sleep(15.0)
         again = request.reserve(await request.lookup(), 36, table)
         assert (await again.wait()).tokens == 36
         assert server.wrong_pages(LONG, table, 0, 9) == []

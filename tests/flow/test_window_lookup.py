@@ -12,6 +12,7 @@ from akv import EngineContractError, LookupOutcome
 from akv.flow.calls import CallDesk
 from akv.flow.lookup import LookupAnswer, LookupParts, look_up
 from akv.flow.reserve import reserve
+from akv.ownership.negative_keys import NegativeKeys
 from akv.ownership.requests import Requests
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.hashing import Chain, scope_seed
@@ -88,6 +89,7 @@ class Seeker:
                 "window_fallback": True,
                 "turn": anyio.Lock(),
                 "recent": RecentChains(0),
+                "negative": NegativeKeys(len(self.server.layout.groups), 15.0),
                 "deadline_s": 1.0,
                 **settings,
             }

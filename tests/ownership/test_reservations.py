@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from akv.ownership.reservations import LoadRecord, Reservations
-from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState
+from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, LoadState
 
 PAGE_BYTES = (100, 7)
 
@@ -104,6 +104,19 @@ def test_D6_a_withdrawn_load_keeps_its_pages_until_its_copy_ended() -> None:
     assert reservations.withdraw("r", 1) == ([record], []), "asking again changes nothing"
     result = reservations.end_copy(record)
     assert result == LoadResult(load_id=1, request_id="r", incarnation=1, state=LoadState.CANCELLED)
+
+
+@pytest.mark.parametrize("first", ["deadline", "missing"])
+def test_L8_bad_pages_are_those_of_the_verdict_that_stands(first: str) -> None:
+    reservations = Reservations(PAGE_BYTES)
+    record = dispatched(reservations)
+    assert reservations.begin_copy(record)
+    bad = (BadPage(0, b"h" * 16, named=True),)
+    reservations.fail(record, "k", first, bad if first == "missing" else ())
+    reservations.fail(record, "other", "unavailable", (BadPage(0, b"i" * 16, named=True),))
+    result = reservations.end_copy(record)
+    assert result is not None
+    assert (result.reason, result.bad_pages) == (first, bad if first == "missing" else ())
 
 
 @pytest.mark.parametrize("first", ["landed", "failed"])

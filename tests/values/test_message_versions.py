@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from akv.values.messages import (
     MESSAGE_VERSION,
+    BadPage,
     GroupPages,
     LoadOrder,
     LoadResult,
@@ -26,7 +27,14 @@ COLUMN = GroupPages(1, (3, 4), (7, 9), (b"a" * 16, b"\xff" * 16))
 WORK: dict[str, Any] = {"request_id": "r1", "incarnation": 2}
 SAVE = SaveOrder(save_id=5, groups=(COLUMN,), **WORK)
 LOADED = LoadResult(load_id=4, state=LoadState.LOADED, pages=2, bytes=8192, **WORK)
-FAILED = LoadResult(load_id=4, state=LoadState.FAILED, failed_key="akv1/m/w1r0/lg0/t32b64/00", reason="missing", **WORK)
+FAILED = LoadResult(
+    load_id=4,
+    state=LoadState.FAILED,
+    failed_key="akv1/m/w1r0/lg0/t32b64/00",
+    reason="missing",
+    bad_pages=(BadPage(0, b"\0" * 16, named=True),),
+    **WORK,
+)
 SAVED = SaveResult(save_id=5, stored=(3,), refused=(4,), dropped=(5,), bytes=4096, reason="no_space", **WORK)
 TERMS = Terms(
     version=MESSAGE_VERSION,
