@@ -351,6 +351,8 @@ class SchedulerHalf:
         """Why a lookup of this request does not ask the pool; None if it does."""
         if self._settings.role == "producer" or not record.reads_cache:
             return LookupOutcome.NOT_READING
+        if record.failed_loads >= self._settings.max_load_attempts:
+            return LookupOutcome.LOADS_FAILED
         parked = sum(other.load is not None for other in self.requests.records)
         return LookupOutcome.OVERLOADED if parked >= self._settings.max_parked_loads else None
 

@@ -51,6 +51,8 @@ class RequestRecord:
         self.prompt_tokens = chain.length
         self.phase = Phase.OPEN
         self.load: LoadHold | None = None
+        #: Loads that failed, in this life. A cancelled one is no failure of the pool.
+        self.failed_loads = 0
         #: Saves that the worker has not ended, with the blocks of each.
         self.saves: dict[int, SaveOrder] = {}
         #: Blocks that this request's own saves brought to the pool.

@@ -141,6 +141,7 @@ class Requests:
             # What landed is discarded: from here on only the local match is KV, and a pass that builds on more is refused.
             valid = record.valid_to = hold.local_tokens
             if result.state is LoadState.FAILED:
+                record.failed_loads += 1
                 # The pool may have lost them, so they are listed for saving again once they were computed.
                 for group in hold.groups:
                     self._known.forget(group.hashes)

@@ -28,6 +28,9 @@ class LookupOutcome(StrEnum):
     UNAVAILABLE = "unavailable"
     #: As many loads are under way as `max_parked_loads` allows: computing is sooner than waiting for another.
     OVERLOADED = "overloaded"
+    #: `max_load_attempts` loads of this request failed: it is computed. Named by what happened and not "exhausted", which
+    #: would read as if the pool or memory had run out.
+    LOADS_FAILED = "loads_failed"
     #: This connector's role does not read.
     NOT_READING = "not_reading"
 

@@ -122,6 +122,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lookup_deadline_s: Seconds = 1.0
     #: Seconds from a load's dispatch after which it fails, and its request computes instead.
     load_deadline_s: Seconds = 5.0
+    #: Loads of one request that may fail. After so many it is offered nothing more: one failure is an eviction, the next one a
+    #: pool that does not deliver, and each may take `load_deadline_s`.
+    max_load_attempts: Count = 2
     #: Seconds for which a page that the pool did not deliver counts as missing. The pool goes on naming what a dead process
     #: held for about 11 seconds; until then every request with that prompt would wait for a load that fails.
     negative_ttl_s: Seconds = 15.0

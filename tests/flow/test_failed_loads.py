@@ -1,4 +1,4 @@
-"""What a failed load leaves behind: pages that nobody asks for again for a while (L8)."""
+"""What a failed load leaves behind: pages that nobody asks for again for a while, and a request with few tries (L8, D3)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,6 +66,59 @@ async def test_L8_a_pool_that_says_exists_and_never_delivers_costs_one_load_in_f
         await failed_load(server, later)
         assert gets(server) == 2
         assert (await later.lookup()).tokens == 0
+
+
+async def test_D3_L8_a_pool_that_says_exists_and_never_delivers_gets_two_tries_of_a_request() -> None:
+    server = FakeServer.warm(TOKENS)
+    async with server.open(load_deadline_s=1.0) as kv:
+        # The first get never returns, the second one answers trouble, and so would all.
+        gate = server.runner.hold(CallKind.GET)
+        server.pool.answer("get", KeyState.UNAVAILABLE, times=None)
+        request = kv.open_request("r", TOKENS)
+        reasons = [(await failed_load(server, request)).reason for _ in range(2)]
+        assert reasons == ["deadline", "unavailable"]
+        asked = len(server.pool.calls)
+        offer = await request.lookup()
+        assert (offer.tokens, offer.outcome) == (0, LookupOutcome.LOADS_FAILED)
+        assert len(server.pool.calls) == asked
+        gate.release()
+        await computed(server, kv, request)
+        before = gets(server)
+        assert await offered(kv, "soon") == (0, MISS)
+        assert gets(server) == before
+        await anyio.sleep(15.0)
+        await failed_load(server, kv.open_request("later", TOKENS))
+        assert gets(server) == before + 1
+    assert server.left_behind() == []
+
+
+@pytest.mark.parametrize("most", [1, 3])
+async def test_D3_the_tries_of_a_request_are_its_own_and_a_setting(most: int) -> None:
+    server = FakeServer.warm(TOKENS)
+    server.pool.answer("get", KeyState.LEASE_EXPIRED, times=None, key=server.keys_of(TOKENS)[0][0])
+    async with server.open(max_load_attempts=most) as kv:
+        request = kv.open_request("r", TOKENS)
+        for _ in range(most):
+            await failed_load(server, request)
+        assert (await request.lookup()).outcome is LookupOutcome.LOADS_FAILED
+        assert await offered(kv, "other") == (16, LookupOutcome.FULL)
+        # Its id, used again, begins a new life.
+        await request.cancel()
+        assert await offered(kv, "r") == (16, LookupOutcome.FULL)
+
+
+async def test_D3_of_two_reasons_for_no_offer_the_one_that_stays_is_told() -> None:
+    server = FakeServer.warm(TOKENS)
+    server.pool.answer("get", KeyState.LEASE_EXPIRED, times=None)
+    async with server.open(max_load_attempts=1, max_parked_loads=1) as kv:
+        request = kv.open_request("r", TOKENS)
+        await failed_load(server, request)
+        gate = server.runner.hold_all(CallKind.GET)
+        await server.load(kv, "parked", TOKENS)
+        # Of two reasons it is told the one that stays.
+        assert (await request.lookup()).outcome is LookupOutcome.LOADS_FAILED
+        assert (await kv.open_request("mute", TOKENS, reads_cache=False).lookup()).outcome is LookupOutcome.NOT_READING
+        gate.release()
 
 
 @pytest.mark.parametrize("block", [0, 2, 3])

@@ -158,6 +158,14 @@ def test_S1_finish_does_not_publish_computed_pages_that_a_lost_load_may_have_ove
     assert record.computed == 2 * scene.T
 
 
+def test_D3_failed_loads_of_a_life_are_counted_and_no_other_ends(scene: "Scene") -> None:
+    record = scene.opened()
+    for state in (LoadState.LOADED, LoadState.FAILED, LoadState.CANCELLED, LoadState.FAILED):
+        order, _ = scene.reserved(record, range(1, 3))
+        scene.requests.load_ended(scene.load_end(order, state))
+    assert record.failed_loads == 2
+
+
 def test_S13_blocks_that_the_pool_failed_to_deliver_are_saved_again(scene: "Scene") -> None:
     record, later = scene.opened(), scene.opened("later")
     scene.save_end(scene.queued(record, 3), stored=(0, 1, 2))
