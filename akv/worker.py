@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from anyio import CancelScope, Event
+from anyio import CancelScope, Event, current_time
 from anyio.lowlevel import checkpoint
 
 from akv.errors import SettingsError
@@ -80,6 +80,7 @@ class WorkerHalf:
             regions=self._regions,
             report=self._report,
             load_deadline_s=settings.load_deadline_s,
+            lease_s=settings.lease_s,
             probe_chunk=settings.probe_chunk,
         )
         self._loads = Lanes(self._parts.reservations.next)
@@ -119,7 +120,7 @@ class WorkerHalf:
 
     def accept_load(self, order: LoadOrder, fence: PassEvent) -> None:
         """Take over the order's pages: the fence orders every copy behind what the engine had queued by then (D5)."""
-        record = self._parts.reservations.accept(order, fence)
+        record = self._parts.reservations.accept(order, fence, current_time())
         self._reporter.load_queued(order)
         if not order.groups:
             # Honoured with nothing: complete at once, and told in the same way as any other (D9).

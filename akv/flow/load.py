@@ -8,11 +8,11 @@ batch and the store call of the next overlap. Where the store can reach the page
 from collections.abc import Sequence
 from functools import partial
 
-from anyio import move_on_after
+from anyio import current_time, move_on_after
 
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts, call_on_pages, size_of, store_call
+from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
@@ -31,7 +31,8 @@ async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record:
     """
     # A deadline that passes while a copy runs fails the load at once; the terminal state still waits for the copy's event.
     with move_on_after(parts.load_deadline_s) as timer:
-        await _move(parts, staging, stream, record)
+        if await _still_there(parts, record):
+            await _move(parts, staging, stream, record)
     if timer.cancelled_caught:
         report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
     elif record.verdict is None:
@@ -42,6 +43,19 @@ def report_load(parts: WorkerParts, result: LoadResult | None) -> None:
     """Tell the scheduler half of a terminal state, if this was one."""
     if result is not None:
         parts.report(PassReport(loads=(result,)))
+
+
+async def _still_there(parts: WorkerParts, record: LoadRecord) -> bool:
+    """Ask again for the pages of a load that waited for longer than the lease which its lookup was granted (D4).
+
+    False, with a verdict passed, if one has gone: the request learns it for the price of a probe, and nothing was moved.
+    """
+    if current_time() - record.queued_at <= parts.lease_s:
+        return True
+    for batch in split_batches(record.order.groups, parts.probe_chunk):
+        if not _all_good(parts, record, batch, await probe_call(parts, batch), CallKind.PROBE):
+            return False
+    return True
 
 
 async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
@@ -65,7 +79,7 @@ async def _get_into_slots(parts: WorkerParts, staging: Staging, record: LoadReco
     """The store call into slots. False, with a verdict passed, if a page did not arrive whole."""
     answers = await store_call(parts, CallKind.GET, batch, staging.buffer, staging.offsets(ticket), ticket)
     # Nothing of a batch with a hole reaches a page: its other slots are discarded with the ticket (X4).
-    return _all_arrived(parts, record, batch, answers)
+    return _all_good(parts, record, batch, answers, CallKind.GET)
 
 
 async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, region: HostRegion) -> bool:
@@ -87,10 +101,12 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
         begin=lambda: parts.reservations.begin_call(record, batch),
         end=lambda: parts.reservations.end_call(record, batch),
     )
-    return _all_arrived(parts, record, batch, answers)
+    return _all_good(parts, record, batch, answers, CallKind.GET)
 
 
-def _all_arrived(parts: WorkerParts, record: LoadRecord, batch: Batch, answers: Sequence[KeyAnswer] | None) -> bool:
+def _all_good(
+    parts: WorkerParts, record: LoadRecord, batch: Batch, answers: Sequence[KeyAnswer] | None, asked: CallKind
+) -> bool:
     """Whether the load may go on: no answer is bad, and nothing else has passed a verdict meanwhile."""
     failed = [
         (block_hash, answer.state)
@@ -99,11 +115,11 @@ def _all_arrived(parts: WorkerParts, record: LoadRecord, batch: Batch, answers: 
     ]
     if failed:
         first, state = failed[0]
-        # A lease that passed says that the store was slow, and nothing of the page.
+        # A lease that passed says that the store was slow, and nothing of the page; a probe is asked again by the next lookup.
         bad = tuple(
             BadPage(batch.group, block_hash, named=state is not KeyState.MISSING)
             for block_hash, state in failed
-            if state is not KeyState.LEASE_EXPIRED
+            if asked is CallKind.GET and state is not KeyState.LEASE_EXPIRED
         )
         report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [first])[0], state, bad))
     return record.verdict is None

@@ -1,8 +1,10 @@
 """What the flows of one worker half work with, and the store call that loads and saves make alike."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
+from anyio import current_time
 
 from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
@@ -13,7 +15,7 @@ from akv.plan.batching import Batch
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
-from akv.ports.pool import KeyAnswer, PagePool
+from akv.ports.pool import KeyAnswer, KeyState, PagePool
 from akv.values.messages import GroupPages, PagesReleased, PassReport
 
 
@@ -34,6 +36,8 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     #: Tells the scheduler half what ended.
     report: Callable[[PassReport], None]
     load_deadline_s: float
+    #: The master's. What a get delivered after it may be another page's bytes (D4).
+    lease_s: float
     #: Keys of one probe at most.
     probe_chunk: int
 
@@ -52,6 +56,16 @@ def size_of(parts: WorkerParts, batch: Batch) -> CallSize:
     return CallSize(len(batch.pages), len(batch.pages) * parts.page_bytes[batch.group])
 
 
+async def probe_call(parts: WorkerParts, batch: Batch) -> Sequence[KeyAnswer]:
+    """Ask whether the pool has the pages of a batch, which renews their lease: an answer for each, in the batch's order.
+
+    **Cancellation:** the call goes on and touches nothing.
+    """
+    keys = parts.keys.keys(batch.group, batch.hashes)
+    answered = await parts.desk.run(CallKind.PROBE, partial(parts.pool.probe, keys), CallSize(len(keys)))
+    return answer_each(answered, len(keys))
+
+
 async def store_call(
     parts: WorkerParts,
     kind: CallKind,
@@ -67,7 +81,8 @@ async def store_call(
     """Move a batch between the pool and host memory, and return the pool's answer for each page, in the batch's order.
 
     `kind`: GET or PUT. The memory is that of slots, or of pages themselves: then `begin` and `end` are those of
-    `CallDesk.run`, and the answer is None if `begin` refused.
+    `CallDesk.run`, and the answer is None if `begin` refused. What a get delivered after the lease is LEASE_EXPIRED (D4).
+
     **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
     keys = parts.keys.keys(batch.group, batch.hashes)
@@ -77,9 +92,22 @@ async def store_call(
         call = parts.pool.get if kind is CallKind.GET else parts.pool.put
         return answer_each(call(keys, buffer, offsets, sizes), len(keys))
 
-    answers: Sequence[KeyAnswer] | None = await parts.desk.run(
-        kind, move, size_of(parts, batch), slots, pages=pages, begin=begin, end=end
-    )
+    times: list[float] = []
+
+    def begun() -> bool:
+        times.append(current_time())
+        return begin()
+
+    def ended() -> None:
+        times.append(current_time())
+        end()
+
+    answers: Sequence[KeyAnswer] | None
+    answers = await parts.desk.run(kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended)
+    # Seen from the loop a call takes longer than in its thread, never less: the lease began behind the first of these times,
+    # and the last byte came before the second. A slow loop may fail a get that was in time, but none that was late passes.
+    if kind is CallKind.GET and answers is not None and times[1] - times[0] > parts.lease_s:
+        return [KeyAnswer(KeyState.LEASE_EXPIRED, a.code) if a.state is KeyState.OK else a for a in answers]
     return answers
 
 

@@ -8,16 +8,15 @@ Where the store can reach the pages itself a batch is one store call from them.
 from collections.abc import Sequence
 from functools import partial
 
-from akv.flow.answers import answer_each
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts, call_on_pages, size_of, store_call
+from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
 from akv.flow.snapshot import Snapshot
 from akv.flow.staging import Staging
 from akv.ownership.saves import SaveTicket
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
-from akv.ports.calls import CallKind, CallSize
+from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import GroupPages, PassReport, select_pages
@@ -51,9 +50,7 @@ async def _missing(parts: WorkerParts, ticket: SaveTicket) -> tuple[GroupPages, 
     for batch in split_batches(ticket.order.groups, parts.probe_chunk):
         if ticket.withdrawn:
             break
-        keys = parts.keys.keys(batch.group, batch.hashes)
-        answers = await parts.desk.run(CallKind.PROBE, partial(parts.pool.probe, keys), CallSize(len(keys)))
-        there = [answer.state is KeyState.OK for answer in answer_each(answers, len(keys))]
+        there = [answer.state is KeyState.OK for answer in await probe_call(parts, batch)]
         ticket.pages_stored([block for block, is_there in zip(batch.blocks, there, strict=True) if is_there], 0)
         missing.append(select_pages(batch, [not is_there for is_there in there]))
     return tuple(batch for batch in missing if batch.blocks)

@@ -17,10 +17,24 @@ from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, Load
 class LoadRecord:
     """One reservation, from the order to its terminal state."""
 
-    __slots__ = ("bad_pages", "calls", "copies", "ended", "failed_key", "fence", "interrupt", "order", "reason", "verdict")
+    __slots__ = (
+        "bad_pages",
+        "calls",
+        "copies",
+        "ended",
+        "failed_key",
+        "fence",
+        "interrupt",
+        "order",
+        "queued_at",
+        "reason",
+        "verdict",
+    )
 
-    def __init__(self, order: LoadOrder, fence: Any) -> None:
+    def __init__(self, order: LoadOrder, fence: Any, queued_at: float) -> None:
         self.order = order
+        #: When it was accepted. One that has waited for longer than the lease asks again before it reads (D4).
+        self.queued_at = queued_at
         #: Recorded on the execution stream when the pages were handed over; no copy may run before it (D5).
         self.fence = fence
         #: Copies into its pages that are queued or running.
@@ -59,9 +73,9 @@ class Reservations:
         """Reservations that no loader has taken up."""
         return len(self._queue)
 
-    def accept(self, order: LoadOrder, fence: Any) -> LoadRecord:
+    def accept(self, order: LoadOrder, fence: Any, now: float = 0.0) -> LoadRecord:
         """Take ownership of the order's pages and queue the load. An order without pages is not queued: it has landed (D9)."""
-        record = LoadRecord(order, fence)
+        record = LoadRecord(order, fence, now)
         if order.groups:
             # Behind all of its own priority and above. A queue is short (`max_parked_loads`), so a sorted list will do.
             insort_right(self._queue, record, key=lambda queued: -queued.order.priority)

@@ -61,7 +61,7 @@ async def open_pool(settings: Settings) -> AsyncIterator[MooncakePool]:
         PROCESS_BUDGET.lower_to(entries_allowed(in_force))
         store = settings.store
         if settings.pool == "embedded":
-            address = await stack.enter_async_context(open_embedded_master())
+            address = await stack.enter_async_context(open_embedded_master(settings.lease_s))
             store = msgspec.structs.replace(store, master_address=address)
         captured = settings.client.capture_log and CLIENT_LOG.hold()
         try:

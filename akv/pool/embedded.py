@@ -4,12 +4,13 @@ Between this process and the master stands `watcher.py`, which tells why.
 """
 
 import importlib.util
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -37,10 +38,11 @@ _WATCHER = Path(__file__).with_name("watcher.py")
 
 
 @asynccontextmanager
-async def open_embedded_master() -> AsyncIterator[str]:
+async def open_embedded_master(lease_s: float | None = None) -> AsyncIterator[str]:
     """Start a real `mooncake_master` on free loopback ports; yield its address, "host:port"; end it when the block is left.
 
-    The master holds no memory of its own: whoever opens a pool at this address with `store.segment_bytes` lends it.
+    `lease_s`: seconds for which it protects what was asked for or read; None leaves the master's own default, 10. It holds no
+    memory of its own: whoever opens a pool at this address with `store.segment_bytes` lends it.
 
     Raises DependencyError if there is no `mooncake_master`, and PoolError, quoting its last log lines, if it does not answer
     (fault of the installation or the machine).
@@ -49,8 +51,10 @@ async def open_embedded_master() -> AsyncIterator[str]:
     """
     program = find_master()
     parent = os.getpid()
+    # The master takes milliseconds. Rounded up: a lease that is longer than whoever relies on it thinks does no harm.
+    flags = [] if lease_s is None else [f"--default_kv_lease_ttl={math.ceil(lease_s * 1000)}"]
     with step(POOL_EMBEDDED_START) as fields:
-        watcher, address = await _start(program)
+        watcher, address = await _start(program, flags)
         fields.update(pid=watcher.pid, master_address=address)
     try:
         yield address
@@ -83,13 +87,13 @@ def find_master() -> str:
     return found
 
 
-async def _start(program: str) -> tuple[Process, str]:
+async def _start(program: str, flags: Sequence[str]) -> tuple[Process, str]:
     """A master that answers, under its watcher, and its address."""
     said = ""
     for _ in range(_ATTEMPTS):
         rpc_port, metrics_port = free_ports(2)
         watcher = await anyio.open_process(
-            watched_command(program, rpc_port, metrics_port),
+            [*watched_command(program, rpc_port, metrics_port), *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -122,6 +122,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lookup_deadline_s: Seconds = 1.0
     #: Seconds from a load's dispatch after which it fails, and its request computes instead.
     load_deadline_s: Seconds = 5.0
+    #: Seconds for which the pool's master protects a page that was asked for or read (its `--default_kv_lease_ttl`). The
+    #: client cannot read that: with pool "mooncake" this must not be longer; pool "embedded" starts its master with it.
+    #: Shorter is safe, and costs a second probe of loads that waited and the gets that took so long. Longer is not: what a get
+    #: read after the lease may be another page's bytes. The default is half of what a master grants unless it is told.
+    lease_s: Seconds = 5.0
     #: Loads of one request that may fail. After so many it is offered nothing more: one failure is an eviction, the next one a
     #: pool that does not deliver, and each may take `load_deadline_s`.
     max_load_attempts: Count = 2

@@ -81,6 +81,12 @@ def is_held(pool: MooncakePool) -> bool:
     return any(held is pool for held in PROCESS_GUARD._held)
 
 
+def child_command(pid: int) -> list[str]:
+    """The command of a process's one child."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return Path(f"/proc/{child}/cmdline").read_text().split("\0")
+
+
 @pytest.mark.mooncake
 async def test_an_embedded_pool_holds_pages_and_leaves_no_child(memory: Callable[[int], HostBuffer]) -> None:
     embedded = Settings(model_key="m", pool="embedded", exit_guard=False, store=StoreSettings(segment_bytes=16 << 20))
@@ -260,6 +266,15 @@ async def test_O8_client_variables_come_first_and_bound_the_transfers(client: An
         pass
     assert order[:2] == ["prepare", "import"]
     assert bound == [1000]
+
+
+@pytest.mark.mooncake
+@pytest.mark.usefixtures("client")
+async def test_D4_an_embedded_pools_master_grants_the_lease_that_the_connector_counts_on(events: Events) -> None:
+    embedded = Settings(model_key="m", pool="embedded", exit_guard=False, lease_s=2.5004)
+    async with open_pool(embedded):
+        command = child_command(events("akv.pool.embedded.start")[-1]["pid"])
+        assert "--default_kv_lease_ttl=2501" in command, "in whole milliseconds, and no less than was asked for"
 
 
 @pytest.mark.mooncake

@@ -162,6 +162,8 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("lookup_deadline_s", "1s"),
     ("load_deadline_s", -1.0),
     ("load_deadline_s", math.inf),
+    ("lease_s", 0),
+    ("lease_s", math.inf),
     ("max_load_attempts", 0),
     ("negative_ttl_s", 0),
     ("negative_ttl_s", math.inf),
