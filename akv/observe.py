@@ -179,13 +179,24 @@ SAVE_REFUSED = _event(
     "akv.save.refused",
     "info",
     "request_id incarnation save_id blocks reason",
-    "The pool did not take blocks. They are offered again after `save_backoff_s`, as long as the request holds their pages.",
+    "The pool did not take blocks, after the last attempt. They are offered again after `save_backoff_s`, as long as the "
+    'request holds their pages. `reason` is that of the first of them: "no_space" and "unavailable" were tried again before; '
+    '"missing" is a window page that was accepted and is not there: another writer of it has not finished.',
+)
+SAVE_RETRIED = _event(
+    "akv.save.retried",
+    "debug",
+    "request_id incarnation save_id group pages attempts stored found reason",
+    "Of one batch of a save the pool did not take `pages` pages at once, for `reason`, that of the first. After `attempts` "
+    "attempts `stored` of them were accepted and `found` were there already, from another writer; the rest is refused. Seen "
+    'often with "no_space", it says that the pool evicts too late: lower its high watermark.',
 )
 SAVE_DROPPED = _event(
     "akv.save.dropped",
     "debug",
     "request_id incarnation save_id blocks reason",
-    "Blocks were withdrawn before they were read: their request was cancelled, or their pass never ran.",
+    "Blocks were withdrawn before they were read, or before the pool was seen to hold their window pages: their request was "
+    "cancelled, or their pass never ran.",
 )
 SNAPSHOT_DROPPED = _event(
     "akv.snapshot.dropped",

@@ -2,12 +2,18 @@
 
 `plan/save_bounds.py` decided what may be published, `ownership/saves.py` keeps what became of it. A batch is one gather into
 slots, behind the pass's event, and one store call from them; the store call of one batch and the gather of the next overlap.
-Where the store can reach the pages itself a batch is one store call from them.
+Where the store can reach the pages itself a batch is one store call from them. What the pool does not take at once is tried
+again from where it lies, as `plan/put_attempts.py` decides (S5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import compress
+from typing import TypeAlias
 
+from anyio import current_time, sleep
+
+from akv import observe
 from akv.flow.calls import CopyFailed, event_reached
 from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
@@ -16,10 +22,14 @@ from akv.flow.staging import Staging
 from akv.ownership.saves import SaveTicket
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
+from akv.plan.put_attempts import MOST_ATTEMPTS, Probe, PutAttempts, Wait
 from akv.ports.calls import CallKind
-from akv.ports.device import CopyStream, HostRegion, PassEvent
+from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import GroupPages, PassReport, select_pages
+
+#: Puts those pages of a batch that are marked, and returns the pool's answer to each; None if it may not begin.
+PutSome: TypeAlias = Callable[[Sequence[bool]], Awaitable[Sequence[KeyAnswer] | None]]
 
 
 async def save(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket: SaveTicket) -> None:
@@ -41,6 +51,7 @@ async def save(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket:
             await _move(parts, staging, stream, ticket, missing)
         else:
             await _put_snapshot(parts, staging.batch, ticket, snapshot, missing)
+        await _prove(parts, ticket)
     parts.report(PassReport(saves=(parts.saves.end(ticket),)))
 
 
@@ -50,10 +61,34 @@ async def _missing(parts: WorkerParts, ticket: SaveTicket) -> tuple[GroupPages, 
     for batch in split_batches(ticket.order.groups, parts.probe_chunk):
         if ticket.withdrawn:
             break
-        there = [answer.state is KeyState.OK for answer in await probe_call(parts, batch)]
-        ticket.pages_stored([block for block, is_there in zip(batch.blocks, there, strict=True) if is_there], 0)
+        there = [state is KeyState.OK for state in await _probe(parts, batch)]
+        ticket.pages_stored(list(compress(batch.blocks, there)), 0)
         missing.append(select_pages(batch, [not is_there for is_there in there]))
     return tuple(batch for batch in missing if batch.blocks)
+
+
+async def _probe(parts: WorkerParts, batch: Batch) -> list[KeyState]:
+    """What the pool says of each page now."""
+    states: list[KeyState] = []
+    for chunk in split_batches([batch], parts.probe_chunk):
+        states += [answer.state for answer in await probe_call(parts, chunk)]
+    return states
+
+
+async def _prove(parts: WorkerParts, ticket: SaveTicket) -> None:
+    """Ask once which window pages are there: a put is accepted too while another writer of its key has not finished (S5).
+
+    An end is offered in its own pass alone, so one that is not whole must be known. Nobody waits for that once the ticket is
+    withdrawn; its pages count as dropped then.
+    """
+    for batch in ticket.accepted:
+        if ticket.withdrawn:
+            return
+        for block, state in zip(batch.blocks, await _probe(parts, batch), strict=True):
+            if state is KeyState.OK:
+                ticket.pages_stored((block,), parts.page_bytes[batch.group])
+            else:
+                ticket.pages_refused((block,), state.value)
 
 
 async def _put_snapshot(
@@ -69,8 +104,7 @@ async def _put_snapshot(
         if ticket.withdrawn:
             return
         slots = [offsets[batch.group, block] for block in batch.blocks]
-        answers = await store_call(parts, CallKind.PUT, batch, snapshot.buffer, slots, snapshot.claim.host)
-        _note(parts, ticket, batch, answers or ())
+        await _put(parts, ticket, batch, partial(_put_from, parts, batch, snapshot.buffer, slots, snapshot.claim.host))
 
 
 async def _move(
@@ -118,34 +152,91 @@ async def _gather(
 
 
 async def _put_slots(parts: WorkerParts, staging: Staging, ticket: SaveTicket, batch: Batch, slots: SlotTicket) -> None:
-    answers = await store_call(parts, CallKind.PUT, batch, staging.buffer, staging.offsets(slots), slots)
-    _note(parts, ticket, batch, answers or ())
+    await _put(parts, ticket, batch, partial(_put_from, parts, batch, staging.buffer, staging.offsets(slots), slots))
+
+
+async def _put_from(
+    parts: WorkerParts,
+    batch: Batch,
+    buffer: HostBuffer,
+    offsets: Sequence[int],
+    slots: SlotTicket | None,
+    some: Sequence[bool],
+) -> Sequence[KeyAnswer] | None:
+    chosen = list(compress(offsets, some))
+    return await store_call(parts, CallKind.PUT, select_pages(batch, some), buffer, chosen, slots)
 
 
 async def _put_pages(parts: WorkerParts, ticket: SaveTicket, batch: Batch, region: HostRegion) -> bool:
-    """The store call from the pages themselves. False if the ticket was withdrawn: then it did not begin.
+    """The store calls from the pages themselves. False if the ticket is withdrawn: then no further one begins.
 
     **Cancellation:** as for every ticket; the pages stay the connector's until the call returned (D6).
     """
-    answers = await call_on_pages(
-        parts,
-        CallKind.PUT,
-        batch,
-        region,
-        begin=lambda: parts.saves.begin_call(ticket, batch),
-        end=lambda: parts.saves.end_call(ticket, batch),
-    )
-    if answers is not None:
-        _note(parts, ticket, batch, answers)
-    return answers is not None
+
+    async def put(some: Sequence[bool]) -> Sequence[KeyAnswer] | None:
+        chosen = select_pages(batch, some)
+        return await call_on_pages(
+            parts,
+            CallKind.PUT,
+            chosen,
+            region,
+            begin=lambda: parts.saves.begin_call(ticket, chosen),
+            end=lambda: parts.saves.end_call(ticket, chosen),
+        )
+
+    await _put(parts, ticket, batch, put)
+    return not ticket.withdrawn
 
 
-def _note(parts: WorkerParts, ticket: SaveTicket, batch: Batch, answers: Sequence[KeyAnswer]) -> None:
-    """Write the pool's answers down."""
-    ticket.pages_stored(
-        [b for b, answer in zip(batch.blocks, answers, strict=True) if answer.state is KeyState.OK],
-        parts.page_bytes[batch.group],
-    )
-    for block, answer in zip(batch.blocks, answers, strict=True):
-        if answer.state is not KeyState.OK:
-            ticket.pages_refused((block,), answer.state)
+async def _put(parts: WorkerParts, ticket: SaveTicket, batch: Batch, put: PutSome) -> None:
+    """Store a batch in as many attempts as it is worth, and write down what became of each page.
+
+    A withdrawn ticket tries nothing again. What the batch lies in is held until the last attempt.
+
+    **Cancellation:** nothing is written down; what is under way keeps its slots or pages until it returned.
+    """
+    attempts = PutAttempts(parts.keys.keys(batch.group, batch.hashes), MOST_ATTEMPTS if ticket.retries else 1)
+    while (step := attempts.step) is not None and not (attempts.attempts and ticket.withdrawn):
+        if isinstance(step, Wait):
+            await sleep(step.seconds)
+            attempts.waited()
+            continue
+        some = [False] * len(batch.blocks)
+        for page in step.pages:
+            some[page] = True
+        if isinstance(step, Probe):
+            attempts.probed([state.value for state in await _probe(parts, select_pages(batch, some))], current_time())
+            continue
+        began = current_time()
+        answers = await put(some)
+        if answers is None:
+            break
+        attempts.answered([answer.state.value for answer in answers], began, current_time())
+    _note(parts, ticket, batch, attempts)
+
+
+def _note(parts: WorkerParts, ticket: SaveTicket, batch: Batch, attempts: PutAttempts) -> None:
+    """Write down what became of each page."""
+    stored, found, refused = attempts.stored, attempts.found, attempts.refused
+    ticket.pages_stored(list(compress(batch.blocks, found)), 0)
+    if ticket.order.window:
+        ticket.accepted.append(select_pages(batch, stored))
+    else:
+        ticket.pages_stored(list(compress(batch.blocks, stored)), parts.page_bytes[batch.group])
+    for block, reason in zip(batch.blocks, refused, strict=True):
+        if reason:
+            ticket.pages_refused((block,), reason)
+    ticket.retries = ticket.retries and not attempts.in_vain
+    if attempts.attempts > 1:
+        observe.emit(
+            observe.SAVE_RETRIED,
+            request_id=ticket.order.request_id,
+            incarnation=ticket.order.incarnation,
+            save_id=ticket.order.save_id,
+            group=batch.group,
+            pages=len(attempts.retried),
+            attempts=attempts.attempts,
+            stored=sum(stored[page] for page in attempts.retried),
+            found=sum(found[page] for page in attempts.retried),
+            reason=attempts.first_trouble,
+        )

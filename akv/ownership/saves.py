@@ -16,7 +16,21 @@ from akv.values.messages import GroupPages, PagesReleased, PagesUnread, SaveOrde
 class SaveTicket:
     """One save order on its way to the pool."""
 
-    __slots__ = ("_left", "_refused", "after", "bytes", "calls", "let_go", "order", "reads", "reason", "snapshot", "withdrawn")
+    __slots__ = (
+        "_left",
+        "_refused",
+        "accepted",
+        "after",
+        "bytes",
+        "calls",
+        "let_go",
+        "order",
+        "reads",
+        "reason",
+        "retries",
+        "snapshot",
+        "withdrawn",
+    )
 
     def __init__(self, order: SaveOrder, after: Any, snapshot: Any = None) -> None:
         self.order = order
@@ -33,6 +47,11 @@ class SaveTicket:
         self.let_go = False
         self.bytes = 0
         self.reason = ""
+        #: Whether a put that failed is tried again. False once that was in vain: the pool is full, or gone, and a long ticket
+        #: would hold its saver for the retries of each batch.
+        self.retries = True
+        #: Window pages that the pool accepted: they count as stored when a probe has found them (S5).
+        self.accepted: list[GroupPages] = []
         #: Pages of each block that the pool has not taken yet: a block is stored when its pages of every group are (L2).
         self._left: dict[int, int] = {}
         for group in order.groups:

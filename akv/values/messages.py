@@ -148,7 +148,7 @@ class SaveResult(msgspec.Struct, frozen=True, kw_only=True):
     stored: tuple[int, ...] = ()
     #: Blocks that the pool did not take; they may be offered again (S2).
     refused: tuple[int, ...] = ()
-    #: Blocks that were withdrawn before they were read.
+    #: Blocks that were withdrawn before they were read, or before the pool was seen to hold their window pages.
     dropped: tuple[int, ...] = ()
     #: Bytes handed to the pool.
     bytes: int = 0

@@ -10,6 +10,7 @@ from akv import (
     EngineContractError,
     SavesCompleted,
 )
+from akv.plan.put_attempts import MOST_ATTEMPTS
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv_testing import UnorderedAccess, settle
@@ -172,7 +173,7 @@ async def test_S7_finished_returns_only_after_the_puts_ended_and_the_pages_may_b
 
 async def test_S7_finish_tells_its_end_by_completed() -> None:
     server = FakeServer()
-    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[1][2])
+    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[1][2], times=MOST_ATTEMPTS)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         await server.compute(kv, request, TOKENS, server.allocate(TOKENS))
@@ -190,7 +191,7 @@ async def test_S7_finish_tells_its_end_by_completed() -> None:
 
 async def test_S2_refused_blocks_step_back_and_are_offered_again_after_the_back_off() -> None:
     server = FakeServer()
-    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[1][2])
+    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[1][2], times=MOST_ATTEMPTS)
     async with server.open(save_backoff_s=1.0) as kv:
         request = kv.open_request("r", TOKENS)
         table = server.allocate(TOKENS)
@@ -209,7 +210,7 @@ async def test_S2_refused_blocks_step_back_and_are_offered_again_after_the_back_
 
 async def test_S2_finish_tries_refused_blocks_once_more_while_the_request_still_holds_their_pages() -> None:
     server = FakeServer()
-    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[0][3])
+    server.pool.answer("put", KeyState.NO_SPACE, key=server.keys_of(TOKENS)[0][3], times=MOST_ATTEMPTS)
     async with server.open(save_backoff_s=60.0) as kv:
         request = kv.open_request("r", TOKENS)
         await server.compute(kv, request, TOKENS, server.allocate(TOKENS))

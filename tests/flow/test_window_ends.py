@@ -16,6 +16,7 @@ from akv import (
     Scheduled,
     SettingsError,
 )
+from akv.plan.put_attempts import MOST_ATTEMPTS
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv_testing.calls import Latency
@@ -127,13 +128,14 @@ async def test_S8_a_sequence_that_computed_much_asks_for_its_blocks_again_and_pu
         await anyio.sleep(1)
         lost = server.keys_of(PROMPT)[0][1]
         server.store.remove(lost)
-        asked = len([call for call in server.pool.calls if call.operation == "probe"])
+        before = len(server.pool.calls)
         await server.run_pass(kv, request, PROMPT, table, 8, 12)
         await server.run_pass(kv, request, PROMPT, table, 12, len(PROMPT))
         await request.finished()
-        probes = [call for call in server.pool.calls if call.operation == "probe"][asked:]
+        # Window pages are probed behind their puts in any case (S5).
+        probed = {key for call in server.pool.calls[before:] if call.operation == "probe" for key in call.keys}
     assert (server.store.value(lost) is not None) is again
-    assert bool(probes) is again
+    assert (lost in probed) is again
 
 
 async def test_S8_what_others_computed_does_not_count() -> None:
@@ -157,7 +159,7 @@ async def test_S8_a_put_again_that_fails_leaves_the_block_to_be_offered_again() 
         await anyio.sleep(1)
         lost = server.keys_of(PROMPT)[0][1]
         server.store.remove(lost)
-        server.pool.answer("put", KeyState.NO_SPACE, key=lost)
+        server.pool.answer("put", KeyState.NO_SPACE, key=lost, times=MOST_ATTEMPTS)
         await server.run_pass(kv, request, PROMPT, table, 8, len(PROMPT))
         await anyio.sleep(1)
         assert server.store.value(lost) is None
