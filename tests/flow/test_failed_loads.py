@@ -148,6 +148,8 @@ async def test_L8_a_refused_put_clears_nothing() -> None:
     key = server.keys_of(TOKENS)[0][1]
     server.pool.answer("get", KeyState.MISSING, key=key)
     server.pool.answer("put", KeyState.NO_SPACE, key=key, times=None)
+    # Nor does anybody else store it meanwhile: the probes between the attempts (S5) do not find it.
+    server.pool.answer("probe", KeyState.MISSING, key=key, skip=1, times=2)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         await failed_load(server, request)
