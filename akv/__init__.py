@@ -36,7 +36,7 @@ from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPlan
 from akv.values.offers import LookupOutcome, Offer
-from akv.values.pressure import Pressure, StagingPressure
+from akv.values.pressure import BreakerState, Pressure, StagingPressure
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
 
@@ -44,6 +44,7 @@ __all__ = [
     "EMPTY_SCOPE",
     "NO_PAGE",
     "AkvError",
+    "BreakerState",
     "Changed",
     "ClientSettings",
     "Completion",

@@ -109,7 +109,7 @@ class Connector:
     def pressure(self) -> Pressure:
         """How busy the connector is, for admission (V4). A snapshot; changes nothing."""
         self._halves.latch.check()
-        return self._halves.worker.pressure(self._halves.calls)
+        return self._halves.worker.pressure(self._halves.calls, self._halves.breaker.state)
 
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """Plan the saves of one coming pass, and ask for the slots of its window pages. Changes no request and no mark: a plan

@@ -86,7 +86,7 @@ class LoadFailed(LoadEnded):
     """The pool did not deliver a page. At fault: nobody in this process (evicted, holder died, deadline).
 
     The pages are the engine's again and their content is undefined. Free them and restart this request without the offer.
-    Attributes: `key`, the first page that was missing; `reason`, one word for it.
+    Attributes: `key`, the first page that was missing, empty if none was asked for; `reason`, one word for it.
     """
 
     def __init__(self, request_id: str, key: str, reason: str, quarantined: tuple[tuple[int, ...], ...] = ()) -> None:

@@ -22,7 +22,9 @@ from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
 from akv.plan.terms import check_terms
 from akv.ports import Ports
+from akv.ports.calls import CallKind, CallSize
 from akv.scheduler import SchedulerHalf
+from akv.services.breaker import PoolBreaker
 from akv.services.health import HealthLatch
 from akv.services.notices import Changed, Notices
 from akv.services.poller import StreamPoller
@@ -63,9 +65,16 @@ class Halves:
         self.service_failed = False
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
-        self._desk = desk = CallDesk(ports.runner, self.calls, self._poller)
-        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, self._ended, capabilities)
-        self.worker = WorkerHalf(settings, layout, keys, ports, desk, self._poller, self.scheduler.on_report, capabilities)
+        self.breaker = breaker = PoolBreaker()
+        self._desk = desk = CallDesk(ports.runner, self.calls, self._poller, breaker)
+        # Every key of a page has more parts, so nobody writes this one.
+        self._ask = partial(desk.run, CallKind.PROBE, partial(ports.pool.probe, [f"{keys.space}/breaker"]), CallSize(1))
+        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, breaker, self._ended, capabilities)
+        report = self.scheduler.on_report
+        self.worker = WorkerHalf(settings, layout, keys, ports, desk, breaker, self._poller, report, capabilities)
+        breaker.quarantine_full = self.worker.quarantine_full
+        breaker.on_open = self.worker.refuse_queued
+        breaker.on_close = self.scheduler.requests.new_generation
         check_terms(self.scheduler.terms, self.worker.terms)
         self.scheduler.fence = self.worker.fence
         self.scheduler.accept_load = self.worker.accept_load
@@ -79,6 +88,7 @@ class Halves:
         start = partial(self._start, group)
         await start(self._deliver_ends)
         await start(self._poller.run)
+        await start(partial(self.breaker.run, self._ask))
         await self.worker.open(start)
 
     async def close(self, *, orderly: bool) -> int:
@@ -92,6 +102,7 @@ class Halves:
         self.latch.close()
         self.scheduler.no_more_passes()
         self.worker.no_more_passes()
+        self.breaker.stop()
         for record in self.scheduler.requests.records:
             if not orderly or not self._finished(record):
                 self.scheduler.cancel(record)

@@ -120,6 +120,22 @@ POOL_CLIENT_LINE = _event(
     "One line of the store's client as it is. Apart from akv.pool.client_log because page keys are logged at debug level "
     "only.",
 )
+BREAKER_OPEN = _event(
+    "akv.breaker.open",
+    "warning",
+    "reason",
+    "The pool is not asked any more: lookups miss at once, saves are refused, queued loads fail. One probe at a time waits "
+    "for it. "
+    '`reason`: "unavailable", a call could reach it for no key; "timeouts", two deadlines passed while calls were under way; '
+    '"quarantine", calls that were given up hold more than `quarantine_max_bytes`.',
+)
+BREAKER_CLOSED = _event(
+    "akv.breaker.closed",
+    "info",
+    "reason probes duration_s",
+    "The pool answered a probe, the last of `probes`, and is asked again. It had been out of use for `duration_s` seconds. It "
+    "may have lost what it held, so everything is saved anew.",
+)
 LOOKUP_COMPLETE = _event(
     "akv.lookup.complete",
     "debug",

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 from akv import observe
 from akv.errors import EngineContractError
 from akv.flow.calls import CallDesk
+from akv.flow.gate import PoolGate
 from akv.flow.lookup import LookupParts, hash_in_slices, look_up
 from akv.flow.reserve import reserve
 from akv.flow.snapshot import Snapshot
@@ -50,6 +51,7 @@ class SchedulerHalf:
         keys: KeySpace,
         ports: Ports,
         desk: CallDesk,
+        gate: PoolGate,
         ended: Callable[[LoadHold | SavesCompleted | PagesReleased], None],
         capabilities: EngineCapabilities,
     ) -> None:
@@ -74,6 +76,7 @@ class SchedulerHalf:
             recent=self._recent,
             negative=self._negative,
             deadline_s=settings.lookup_deadline_s,
+            gate=gate,
         )
         self._ended = ended
         #: What it expects of a worker half (D1).
@@ -84,17 +87,10 @@ class SchedulerHalf:
         self._most_blocks = Chain(b"", layout.tokens_per_block).slice_blocks
         self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens)
         self._reader = PassParts(
-            layout,
-            self._page_counts,
-            self._ending,
-            saves=self._saves,
-            save_generated=settings.save_generated,
+            layout, self._page_counts, self._ending, saves=self._saves, save_generated=settings.save_generated
         )
-        self.requests = Requests(
-            groups=len(layout.groups),
-            backoff_s=settings.save_backoff_s,
-            windows=[window.group for window in windows],
-        )
+        forgetful = [window.group for window in windows]
+        self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s, windows=forgetful)
         #: The worker half's entries; set once, before the first request.
         self.fence: Callable[[], PassEvent]
         self.accept_load: Callable[[LoadOrder, PassEvent], None]

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from akv.errors import SettingsError
 from akv.flow.calls import CallDesk
+from akv.flow.gate import PoolGate
 from akv.flow.load import load, report_load
 from akv.flow.parts import WorkerParts
 from akv.flow.save import save
@@ -23,6 +24,7 @@ from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotPool
 from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
+from akv.plan.breaker import NOT_ASKED
 from akv.plan.keys import KeySpace
 from akv.plan.ring import ring_slots
 from akv.plan.terms import terms_of
@@ -36,7 +38,7 @@ from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
-from akv.values.pressure import Pressure, StagingPressure
+from akv.values.pressure import BreakerState, Pressure, StagingPressure
 
 #: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
 #: reach the device while the rest is on its way.
@@ -55,6 +57,7 @@ class WorkerHalf:
         keys: KeySpace,
         ports: Ports,
         desk: CallDesk,
+        gate: PoolGate,
         poller: StreamPoller,
         report: Callable[[PassReport], None],
         capabilities: EngineCapabilities,
@@ -82,6 +85,7 @@ class WorkerHalf:
             load_deadline_s=settings.load_deadline_s,
             lease_s=settings.lease_s,
             probe_chunk=settings.probe_chunk,
+            gate=gate,
         )
         self._loads = Lanes(self._parts.reservations.next)
         self._saves = Lanes(self._parts.saves.next)
@@ -125,8 +129,10 @@ class WorkerHalf:
         if not order.groups:
             # Honoured with nothing: complete at once, and told in the same way as any other (D9).
             report_load(self._parts, self._parts.reservations.landed(record))
-            return
-        self._loads.wake()
+        elif not self._parts.gate.lets_through():
+            self.refuse_queued()
+        else:
+            self._loads.wake()
 
     def plan_arrived(self, plan: PassPlan) -> None:
         """A pass is planned: ask for the slots of its window pages (S4)."""
@@ -155,9 +161,27 @@ class WorkerHalf:
         for order in orders:
             self._parts.saves.accept(order, after, snapshots.get(order.save_id))
             self._reporter.save_queued(order)
-        self._saves.wake()
+        if not self._parts.gate.lets_through():
+            self.refuse_queued()
+        else:
+            self._saves.wake()
 
-    def pressure(self, calls: StoreCalls) -> Pressure:
+    def refuse_queued(self) -> None:
+        """The pool cannot be asked: what is queued ends now, and its pages and slots go back (O7).
+
+        Of what is under way nothing further begins; it ends with the call or the copy that it waits for.
+        """
+        loads = self._parts.reservations.refuse_queued(NOT_ASKED)
+        self._report(PassReport(loads=tuple(loads), saves=tuple(self._parts.saves.refuse(NOT_ASKED))))
+
+    def quarantine_full(self) -> bool:
+        """Whether given-up calls hold more memory than `quarantine_max_bytes` (M3)."""
+        slots = sum(staging.slots.quarantined for staging in self.stagings)
+        pages = self._parts.reservations.quarantined_bytes + self._parts.saves.quarantined_bytes
+        half_of_staging = sum(staging.buffer.nbytes for staging in self.stagings) // 2
+        return slots * self._slot_bytes + pages > (self._settings.quarantine_max_bytes or half_of_staging)
+
+    def pressure(self, calls: StoreCalls, breaker: BreakerState) -> Pressure:
         """How busy it is (V4)."""
         reservations, saves = self._parts.reservations, self._parts.saves
         loading, saving = (_pressure(staging.slots) for staging in self.stagings)
@@ -173,6 +197,7 @@ class WorkerHalf:
             outstanding_calls=calls.outstanding,
             given_up_calls=calls.given_up,
             quarantined_page_bytes=reservations.quarantined_bytes + saves.quarantined_bytes,
+            breaker=breaker,
         )
 
     def withdraw(self, message: Withdrawal) -> None:

@@ -29,6 +29,7 @@ CODES: dict[KeyState, int] = {
     KeyState.LEASE_EXPIRED: -707,
     KeyState.NO_SPACE: -200,
     KeyState.UNAVAILABLE: -900,
+    KeyState.HOLDER_LOST: -800,
     KeyState.REFUSED: -600,
 }
 #: A get or probe of a key that another client is still writing.

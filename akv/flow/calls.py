@@ -47,6 +47,18 @@ async def event_reached(events: EventWatch, event: PassEvent) -> None:
         raise CopyFailed("the device failed the work that a copy waits for") from failures[0]
 
 
+class CallWatch(Protocol):
+    """Whoever learns how calls end; in a connector that is the circuit breaker."""
+
+    def began(self) -> int:
+        """A call begins. Returns what `ended` is to be given."""
+        ...
+
+    def ended(self, began: int, kind: CallKind, value: Any, *, given_up: bool) -> None:
+        """It returned a value, on the loop; `given_up`: nobody waits for it any more."""
+        ...
+
+
 def always() -> bool:
     """The `begin` of a call that touches no page."""
     return True
@@ -59,10 +71,11 @@ def nothing() -> None:
 class CallDesk:
     """Starts every blocking call of one half of a connector and keeps its record."""
 
-    def __init__(self, runner: CallRunner, records: StoreCalls, events: EventWatch) -> None:
+    def __init__(self, runner: CallRunner, records: StoreCalls, events: EventWatch, watch: CallWatch | None = None) -> None:
         self._runner = runner
         self._records = records
         self._events = events
+        self._watch = watch
         #: Set at each end; `drained` makes a new one.
         self._idle = Event()
         self._places = {kind: CapacityLimiter(limit) for kind, limit in runner.limits.items()}
@@ -95,6 +108,7 @@ class CallDesk:
             self._places[kind].release_on_behalf_of(place)
             return None
         record = self._records.begin(kind, *(() if ticket is None else (ticket,)), pages=pages)
+        began = 0 if self._watch is None else self._watch.began()
         ended = Event()
         ends: list[CallEnd] = []
 
@@ -104,6 +118,8 @@ class CallDesk:
             ends.append(returned)
             ended.set()
             end()
+            if self._watch is not None and returned.error is None:
+                self._watch.ended(began, kind, returned.value, given_up=record.given_up)
 
         try:
             self._runner.start(kind, call, size, done)

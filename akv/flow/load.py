@@ -17,6 +17,7 @@ from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
+from akv.plan.breaker import NOT_ASKED, Waited
 from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
@@ -34,6 +35,8 @@ async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record:
         if await _still_there(parts, record):
             await _move(parts, staging, stream, record)
     if timer.cancelled_caught:
+        if record.asking:
+            parts.gate.timed_out(Waited.LOAD)
         report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
     elif record.verdict is None:
         report_load(parts, parts.reservations.landed(record))
@@ -77,7 +80,10 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
 
 async def _get_into_slots(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
     """The store call into slots. False, with a verdict passed, if a page did not arrive whole."""
+    if not _asks(parts, record):
+        return False
     answers = await store_call(parts, CallKind.GET, batch, staging.buffer, staging.offsets(ticket), ticket)
+    record.asking = False
     # Nothing of a batch with a hole reaches a page: its other slots are discarded with the ticket (X4).
     return _all_good(parts, record, batch, answers, CallKind.GET)
 
@@ -93,6 +99,8 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
         _fail(parts, record, batch, "copy_failed")
         return False
 
+    if not _asks(parts, record):
+        return False
     answers = await call_on_pages(
         parts,
         CallKind.GET,
@@ -101,6 +109,7 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
         begin=lambda: parts.reservations.begin_call(record, batch),
         end=lambda: parts.reservations.end_call(record, batch),
     )
+    record.asking = False
     return _all_good(parts, record, batch, answers, CallKind.GET)
 
 
@@ -115,14 +124,24 @@ def _all_good(
     ]
     if failed:
         first, state = failed[0]
-        # A lease that passed says that the store was slow, and nothing of the page; a probe is asked again by the next lookup.
+        # A lease that passed, or a master that did not answer, says nothing of the page; a probe is asked again by the next
+        # lookup.
         bad = tuple(
             BadPage(batch.group, block_hash, named=state is not KeyState.MISSING)
             for block_hash, state in failed
-            if asked is CallKind.GET and state is not KeyState.LEASE_EXPIRED
+            if asked is CallKind.GET and state not in (KeyState.LEASE_EXPIRED, KeyState.UNAVAILABLE)
         )
         report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [first])[0], state, bad))
     return record.verdict is None
+
+
+def _asks(parts: WorkerParts, record: LoadRecord) -> bool:
+    """Whether a store call may begin; it does, with the next await. False, with a verdict passed, if the pool is not asked."""
+    record.asking = parts.gate.lets_through()
+    if not record.asking:
+        # No page was asked for, so none is said to be missing.
+        report_load(parts, parts.reservations.fail(record, "", NOT_ASKED))
+    return record.asking
 
 
 def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str) -> None:

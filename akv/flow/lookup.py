@@ -14,7 +14,9 @@ from anyio.lowlevel import checkpoint
 
 from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk
+from akv.flow.gate import OpenGate, PoolGate
 from akv.ownership.negative_keys import NegativeKeys
+from akv.plan.breaker import Waited
 from akv.plan.hashing import Chain
 from akv.plan.keys import KeySpace
 from akv.plan.lookup import LookupRange, ProbeWalk, lookup_range, offer_of, prefix_length
@@ -47,6 +49,8 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages that count as missing, whatever the pool says of them (L8).
     negative: NegativeKeys
     deadline_s: float
+    #: Shut while the pool does not answer.
+    gate: PoolGate = OpenGate()
 
     def nothing(self, outcome: LookupOutcome, probed: int = 0, hole: int | None = None) -> "LookupAnswer":
         """An answer that offers nothing."""
@@ -77,13 +81,20 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
     if isinstance(asked, LookupOutcome):
         await checkpoint()
         return parts.nothing(asked)
+    if not parts.gate.lets_through():
+        await checkpoint()
+        return parts.nothing(LookupOutcome.UNAVAILABLE)
     search = _Search(parts, chain, asked)
-    with move_on_after(parts.deadline_s) as timer:
+    with move_on_after(parts.deadline_s) as timer, parts.gate.ending_waits() as shut:
         async with parts.turn:
             # Once more: since the request was opened, another that shares its prompt may have been hashed.
             parts.recent.adopt(chain)
         await search.run()
+    if shut.cancelled_caught:
+        return parts.nothing(LookupOutcome.UNAVAILABLE, search.probed)
     if timer.cancelled_caught:
+        if search.asking:
+            parts.gate.timed_out(Waited.LOOKUP)
         return parts.nothing(LookupOutcome.DEADLINE, search.probed)
     return search.answer()
 
@@ -110,6 +121,8 @@ class _Search:
         self._windows: WindowSearch | None = None
         #: Keys that were asked for.
         self.probed = 0
+        #: Calls whose answer has not come.
+        self.asking = 0
         #: Calls of which no key got an answer.
         self._unanswered = 0
 
@@ -195,7 +208,10 @@ class _Search:
             await checkpoint()
             return there
         self.probed += len(keys)
-        answers = answer_each(await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys))), len(keys))
+        self.asking += 1
+        answered = await parts.desk.run(CallKind.PROBE, _probe(parts.pool, keys), CallSize(len(keys)))
+        self.asking -= 1
+        answers = answer_each(answered, len(keys))
         self._unanswered += all(answer.state is KeyState.UNAVAILABLE for answer in answers)
         told = (answer.state is KeyState.OK for answer in answers)
         return [asked and next(told) for asked in there]

@@ -5,9 +5,11 @@ from functools import partial
 
 import msgspec
 from anyio import current_time
+from anyio.lowlevel import checkpoint
 
 from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
+from akv.flow.gate import OpenGate, PoolGate
 from akv.ownership.reservations import Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotTicket
@@ -40,6 +42,8 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     #: Keys of one probe at most.
     probe_chunk: int
+    #: Asked before each store call.
+    gate: PoolGate = OpenGate()
 
     def direct(self, group: int) -> HostRegion | None:
         """Where the store may read and write the group's pages at this moment; None: through slots.
@@ -61,6 +65,9 @@ async def probe_call(parts: WorkerParts, batch: Batch) -> Sequence[KeyAnswer]:
 
     **Cancellation:** the call goes on and touches nothing.
     """
+    if not parts.gate.lets_through():
+        await checkpoint()
+        return [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
     keys = parts.keys.keys(batch.group, batch.hashes)
     answered = await parts.desk.run(CallKind.PROBE, partial(parts.pool.probe, keys), CallSize(len(keys)))
     return answer_each(answered, len(keys))
@@ -82,9 +89,13 @@ async def store_call(
 
     `kind`: GET or PUT. The memory is that of slots, or of pages themselves: then `begin` and `end` are those of
     `CallDesk.run`, and the answer is None if `begin` refused. What a get delivered after the lease is LEASE_EXPIRED (D4).
+    While the gate is shut no call begins, and every page's answer is UNAVAILABLE.
 
     **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
+    if not parts.gate.lets_through():
+        await checkpoint()
+        return [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
     keys = parts.keys.keys(batch.group, batch.hashes)
     sizes = [parts.page_bytes[batch.group]] * len(keys)
 

@@ -59,7 +59,7 @@ async def _missing(parts: WorkerParts, ticket: SaveTicket) -> tuple[GroupPages, 
     """Of pages that the pool may hold those that it does not (D9, S8). Asking renews the others' lease."""
     missing: list[GroupPages] = []
     for batch in split_batches(ticket.order.groups, parts.probe_chunk):
-        if ticket.withdrawn:
+        if ticket.stopped:
             break
         there = [state is KeyState.OK for state in await _probe(parts, batch)]
         ticket.pages_stored(list(compress(batch.blocks, there)), 0)
@@ -82,7 +82,7 @@ async def _prove(parts: WorkerParts, ticket: SaveTicket) -> None:
     withdrawn; its pages count as dropped then.
     """
     for batch in ticket.accepted:
-        if ticket.withdrawn:
+        if ticket.stopped:
             return
         for block, state in zip(batch.blocks, await _probe(parts, batch), strict=True):
             if state is KeyState.OK:
@@ -101,7 +101,7 @@ async def _put_snapshot(
         for block, offset in zip(group.blocks, column, strict=True)
     }
     for batch in split_batches(missing, most):
-        if ticket.withdrawn:
+        if ticket.stopped:
             return
         slots = [offsets[batch.group, block] for block in batch.blocks]
         await _put(parts, ticket, batch, partial(_put_from, parts, batch, snapshot.buffer, slots, snapshot.claim.host))
@@ -185,7 +185,7 @@ async def _put_pages(parts: WorkerParts, ticket: SaveTicket, batch: Batch, regio
         )
 
     await _put(parts, ticket, batch, put)
-    return not ticket.withdrawn
+    return not ticket.stopped
 
 
 async def _put(parts: WorkerParts, ticket: SaveTicket, batch: Batch, put: PutSome) -> None:
@@ -196,7 +196,7 @@ async def _put(parts: WorkerParts, ticket: SaveTicket, batch: Batch, put: PutSom
     **Cancellation:** nothing is written down; what is under way keeps its slots or pages until it returned.
     """
     attempts = PutAttempts(parts.keys.keys(batch.group, batch.hashes), MOST_ATTEMPTS if ticket.retries else 1)
-    while (step := attempts.step) is not None and not (attempts.attempts and ticket.withdrawn):
+    while (step := attempts.step) is not None and not (attempts.attempts and ticket.stopped):
         if isinstance(step, Wait):
             await sleep(step.seconds)
             attempts.waited()

@@ -28,6 +28,10 @@ class KnownHashes:
         while len(self._hashes) > self._most:
             self._hashes.popitem(last=False)
 
+    def clear(self) -> None:
+        """The pool may have been lost: a generation ends."""
+        self._hashes.clear()
+
     def forget(self, hashes: Iterable[bytes]) -> None:
         """These blocks may be gone."""
         for lost in hashes:

@@ -79,6 +79,13 @@ class SaveMarks:
         """These blocks were queued and never read; they are as if no pass had listed them."""
         self._set(blocks, BlockState.UNSAVED)
 
+    def lost(self) -> None:
+        """The pool may have lost what is stored: it is listed again (S13)."""
+        self._states = self._states.replace(bytes([BlockState.STORED]), bytes([BlockState.UNSAVED]))
+        self.mark = 0
+        while not self.is_open(self.mark):
+            self.mark += 1
+
     def _set(self, blocks: Iterable[int], state: BlockState) -> bool:
         """Set the state of these blocks and move the mark; whether there was any block."""
         first_open: int | None = None

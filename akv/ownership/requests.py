@@ -232,6 +232,12 @@ class Requests:
             record.marks.dropped(result.dropped)
         return self._close_if_done(record)
 
+    def new_generation(self) -> None:
+        """The pool may have been lost: what was saved before is listed for saving again (S13)."""
+        self._known.clear()
+        for record in self._open.values():
+            record.marks.lost()
+
     # -- ends
 
     def finish(self, record: RequestRecord, *, upto: int) -> list[Effect]:

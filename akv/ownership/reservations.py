@@ -18,6 +18,7 @@ class LoadRecord:
     """One reservation, from the order to its terminal state."""
 
     __slots__ = (
+        "asking",
         "bad_pages",
         "calls",
         "copies",
@@ -41,6 +42,8 @@ class LoadRecord:
         self.copies = 0
         #: The pages of store calls that write into pages of it, and have not returned.
         self.calls: list[GroupPages] = []
+        #: A store call of its work is under way, or was when a deadline ended the wait for it.
+        self.asking = False
         self.verdict: LoadState | None = None
         self.failed_key = ""
         self.reason = ""
@@ -129,6 +132,11 @@ class Reservations:
         if record.verdict is None:
             record.failed_key, record.reason, record.bad_pages = key, reason, bad_pages
         return self._decide(record, LoadState.FAILED)
+
+    def refuse_queued(self, reason: str) -> list[LoadResult]:
+        """The pool cannot be asked: loads that nobody took up fail now, without a key, since none was asked for."""
+        queued, self._queue = self._queue, []
+        return [result for record in queued if (result := self.fail(record, "", reason)) is not None]
 
     def withdraw(self, request_id: str, incarnation: int) -> tuple[list[LoadRecord], list[LoadResult]]:
         """An incarnation ended: its load is cancelled wherever it stands. A queued one ends at once, undispatched (D9).

@@ -27,6 +27,7 @@ class SaveTicket:
         "order",
         "reads",
         "reason",
+        "rest_refused",
         "retries",
         "snapshot",
         "withdrawn",
@@ -45,6 +46,8 @@ class SaveTicket:
         self.withdrawn = False
         #: Withdrawn, and its pages were given back, but for those of `calls`: these are in quarantine.
         self.let_go = False
+        #: The pool takes nothing at present: what has not reached it counts as refused.
+        self.rest_refused = False
         self.bytes = 0
         self.reason = ""
         #: Whether a put that failed is tried again. False once that was in vain: the pool is full, or gone, and a long ticket
@@ -59,6 +62,11 @@ class SaveTicket:
                 self._left[block] = self._left.get(block, 0) + 1
         self._refused: set[int] = set()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing further of it is to begin."""
+        return self.withdrawn or self.rest_refused
+
     def pages_stored(self, blocks: Sequence[int], page_bytes: int) -> None:
         """The pool took one page of each of these blocks."""
         self.bytes += page_bytes * len(blocks)
@@ -71,16 +79,23 @@ class SaveTicket:
             self._refused.update(blocks)
             self.reason = self.reason or reason
 
+    def refuse_rest(self, reason: str) -> None:
+        """Nothing further of it will reach the pool, which is to be offered these blocks again."""
+        self.rest_refused = True
+        self.reason = self.reason or reason
+
     def result(self) -> SaveResult:
         """What became of each block of the order."""
         stored = {block for block, left in self._left.items() if not left} - self._refused
+        rest = self._left.keys() - self._refused - stored
+        refused = self._refused | rest if self.rest_refused else self._refused
         return SaveResult(
             save_id=self.order.save_id,
             request_id=self.order.request_id,
             incarnation=self.order.incarnation,
             stored=tuple(sorted(stored)),
-            refused=tuple(sorted(self._refused)),
-            dropped=tuple(sorted(self._left.keys() - self._refused - stored)),
+            refused=tuple(sorted(refused)),
+            dropped=tuple(sorted(rest - refused)),
             bytes=self.bytes,
             reason=self.reason,
         )
@@ -121,8 +136,10 @@ class Saves:
         return self._queue.popleft() if self._queue else None
 
     def begin_read(self, ticket: SaveTicket) -> bool:
-        """Ask to read pages of the ticket. False once it is withdrawn: they may be the engine's again at any moment."""
-        if ticket.withdrawn:
+        """Ask to read pages of the ticket. False once its rest is refused, or it is withdrawn: then they may be the engine's
+        again at any moment.
+        """
+        if ticket.stopped:
             return False
         ticket.reads += 1
         return True
@@ -133,8 +150,8 @@ class Saves:
         return self._unread_now((ticket.order.request_id, ticket.order.incarnation))
 
     def begin_call(self, ticket: SaveTicket, pages: GroupPages) -> bool:
-        """Ask to have the store read these pages. False once the ticket is withdrawn."""
-        if ticket.withdrawn:
+        """Ask to have the store read these pages. False once the ticket is withdrawn, or its rest refused."""
+        if ticket.stopped:
             return False
         ticket.calls.append(pages)
         return True
@@ -157,6 +174,15 @@ class Saves:
         if ticket.snapshot is not None:
             ticket.snapshot.claim.leave()
         return ticket.result()
+
+    def refuse(self, reason: str) -> list[SaveResult]:
+        """The pool takes nothing at present. Tickets that nobody took up end here, refused; of the others nothing further
+        begins, and they end when what is under way has ended.
+        """
+        for ticket in self._active.values():
+            ticket.refuse_rest(reason)
+        queued, self._queue = self._queue, deque()
+        return [self.end(ticket) for ticket in queued]
 
     def withdraw(self, request_id: str, incarnation: int) -> tuple[list[SaveResult], list[PagesUnread]]:
         """An incarnation's pages are wanted back (S7). Tickets that nobody took up end here, as dropped."""

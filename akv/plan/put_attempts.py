@@ -26,10 +26,11 @@ PAUSES_S = (0.02, 0.06)
 #: or a holder comes back, a half-written key is discarded. After any other the next answer would be the same. "refused": the
 #: call's form is wrong, or the reply could not be read. "wrong_size" and "lease_expired" answer gets: from a put they say that
 #: the pool is not what it claims to be.
-PASSING = frozenset({"no_space", "unavailable", "missing"})
+PASSING = frozenset({"no_space", "unavailable", "holder_lost", "missing"})
 
 OK = "ok"
-UNAVAILABLE = "unavailable"
+#: The answers of a master or a holder that does not answer itself.
+SILENT = frozenset({"unavailable", "holder_lost"})
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -91,7 +92,7 @@ class PutAttempts:
             answers = ["refused"] * len(pages)
         self._answers.update(zip(pages, answers, strict=True))
         # Who needed so long to be unavailable needs as long again: a store that hangs is not asked twice.
-        hopeless = {UNAVAILABLE} if now - began >= RETRY_WINDOW_S else set()
+        hopeless = SILENT if now - began >= RETRY_WINDOW_S else frozenset()
         self._open = tuple(page for page in self._open if self._answers[page] in PASSING - hopeless)
         self._attempted(now)
 
@@ -108,7 +109,7 @@ class PutAttempts:
         self._found.update(page for page in pages if said[page] == OK)
         self._open = tuple(page for page in pages if said[page] != OK)
         # A put to a pool that does not even answer this would only wait once more.
-        reachable = tuple(page for page in self._open if said[page] != UNAVAILABLE)
+        reachable = tuple(page for page in self._open if said[page] not in SILENT)
         if now > self._ends_at:
             self.step = None
         elif reachable:

@@ -9,7 +9,7 @@ from akv.ports.pool import KeyAnswer, KeyState
 _COMMON = {
     -900: KeyState.UNAVAILABLE,  # the master did not answer, or does not know this call
     -901: KeyState.UNAVAILABLE,  # the master's answer could not be read
-    -800: KeyState.UNAVAILABLE,  # the transfer failed: the holder of the memory is gone
+    -800: KeyState.HOLDER_LOST,  # the transfer failed: the holder of the memory is gone
 }
 _GET = _COMMON | {
     -704: KeyState.MISSING,

@@ -25,7 +25,9 @@ ATTEMPTS = 8
 DEADLINE_S = 5.0
 #: Seconds before the next attempt. An eviction that a refused put set off is done by then.
 AGAIN_S = 0.02
-_WORTH_ANOTHER = frozenset({KeyState.NO_SPACE, KeyState.UNAVAILABLE, KeyState.LEASE_EXPIRED, KeyState.MISSING})
+_WORTH_ANOTHER = frozenset(
+    {KeyState.NO_SPACE, KeyState.UNAVAILABLE, KeyState.HOLDER_LOST, KeyState.LEASE_EXPIRED, KeyState.MISSING}
+)
 
 #: Where Linux lists RDMA devices, one entry each.
 RDMA_DEVICES = Path("/sys/class/infiniband")

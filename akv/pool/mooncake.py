@@ -25,6 +25,9 @@ from akv.ports.pool import KeyAnswer, KeyState
 #: calls find room beside it in the budget of transfers.
 KEYS_PER_TRANSFER = 256
 
+#: What a whole part is answered with where each further one would wait as long again.
+_NOBODY_ANSWERS = frozenset({KeyState.UNAVAILABLE, KeyState.HOLDER_LOST})
+
 _Item = TypeVar("_Item")
 
 
@@ -223,8 +226,7 @@ class MooncakePool:
     def _in_parts(self, count: int, transfer: Callable[[slice], list[KeyAnswer]]) -> list[KeyAnswer]:
         """Answers for `count` keys, `KEYS_PER_TRANSFER` at a time and never more than the budget has.
 
-        Once the pool answered for a whole part that it is unavailable, the rest is not tried: each part would wait as long
-        again.
+        Once nobody answered for a whole part, the rest is not tried: each part would wait as long again.
         """
         answers: list[KeyAnswer] = []
         while len(answers) < count:
@@ -234,7 +236,7 @@ class MooncakePool:
             with self._budget.hold(entries) as granted:
                 part = transfer(chosen) if granted else [KeyAnswer(KeyState.UNAVAILABLE)] * entries
             answers += part
-            if all(answer.state is KeyState.UNAVAILABLE for answer in part):
+            if all(answer.state in _NOBODY_ANSWERS for answer in part):
                 answers += [part[-1]] * (count - len(answers))
         return answers
 

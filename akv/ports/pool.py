@@ -22,8 +22,10 @@ class KeyState(StrEnum):
     LEASE_EXPIRED = "lease_expired"
     #: The pool has no room for the value.
     NO_SPACE = "no_space"
-    #: Master or holder did not answer.
+    #: The pool could not be asked: its master did not answer.
     UNAVAILABLE = "unavailable"
+    #: The pool answered, but the process that holds the value, or was to hold it, is gone. Says nothing about other keys.
+    HOLDER_LOST = "holder_lost"
     #: The store refused the call's form, answered with a list of the wrong length, or with a code that akv does not know.
     REFUSED = "refused"
 

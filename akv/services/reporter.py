@@ -70,13 +70,14 @@ class TransferReporter:
                 reason=result.reason,
                 duration_s=took,
             )
-            observe.emit(
-                observe.LOAD_FAILED_KEY,
-                request_id=request_id,
-                incarnation=incarnation,
-                load_id=load_id,
-                key=result.failed_key,
-            )
+            if result.failed_key:
+                observe.emit(
+                    observe.LOAD_FAILED_KEY,
+                    request_id=request_id,
+                    incarnation=incarnation,
+                    load_id=load_id,
+                    key=result.failed_key,
+                )
         else:
             observe.emit(
                 observe.LOAD_CANCELLED, request_id=request_id, incarnation=incarnation, load_id=load_id, duration_s=took

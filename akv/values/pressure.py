@@ -1,6 +1,19 @@
 """How busy a connector is, for an engine that decides what to admit (V4)."""
 
+from enum import StrEnum
+
 import msgspec
+
+
+class BreakerState(StrEnum):
+    """Whether the pool is asked (O7)."""
+
+    #: It is. The state of a healthy connector.
+    CLOSED = "closed"
+    #: It is not: it did not answer. Lookups miss at once, saves are refused, queued loads have failed.
+    OPEN = "open"
+    #: The same, and one probe is under way to find out whether it answers again.
+    PROBING = "probing"
 
 
 class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,3 +49,5 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     given_up_calls: int
     #: Bytes of the engine's pages in quarantine: given-up calls touch them, and `PagesReleased` tells when no more (M3).
     quarantined_page_bytes: int
+    #: Not "closed": the pool cannot be asked at present, and every request computes.
+    breaker: BreakerState

@@ -49,7 +49,7 @@ async def computed(server: FakeServer, kv: Connector, request: Request, tokens: 
 
 async def test_L8_a_pool_that_says_exists_and_never_delivers_costs_one_load_in_fifteen_seconds() -> None:
     server = FakeServer.warm(TOKENS)
-    server.pool.answer("get", KeyState.UNAVAILABLE, times=None)
+    server.pool.answer("get", KeyState.HOLDER_LOST, times=None)
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)
         await failed_load(server, request)
@@ -73,10 +73,10 @@ async def test_D3_L8_a_pool_that_says_exists_and_never_delivers_gets_two_tries_o
     async with server.open(load_deadline_s=1.0) as kv:
         # The first get never returns, the second one answers trouble, and so would all.
         gate = server.runner.hold(CallKind.GET)
-        server.pool.answer("get", KeyState.UNAVAILABLE, times=None)
+        server.pool.answer("get", KeyState.HOLDER_LOST, times=None)
         request = kv.open_request("r", TOKENS)
         reasons = [(await failed_load(server, request)).reason for _ in range(2)]
-        assert reasons == ["deadline", "unavailable"]
+        assert reasons == ["deadline", "holder_lost"]
         asked = len(server.pool.calls)
         offer = await request.lookup()
         assert (offer.tokens, offer.outcome) == (0, LookupOutcome.LOADS_FAILED)
@@ -173,7 +173,7 @@ ANSWERS: dict[str, tuple[Raw, str, int]] = {
     "-600": (lambda sizes: [sizes[0], -600, *sizes[2:]], "wrong_size", 4),
     "-704": (lambda sizes: [sizes[0], -704, *sizes[2:]], "missing", 4),
     "-707": (lambda sizes: [sizes[0], -707, *sizes[2:]], "lease_expired", 16),
-    "-800": (lambda sizes: [sizes[0], -800, *sizes[2:]], "unavailable", 4),
+    "-800": (lambda sizes: [sizes[0], -800, *sizes[2:]], "holder_lost", 4),
     "-900": (lambda sizes: [-900] * len(sizes), "unavailable", 0),
 }
 
@@ -213,7 +213,7 @@ async def test_L2_a_pool_that_answers_no_list_of_that_length_delivered_nothing(
 
 async def test_L8_neither_a_deadline_nor_a_cancel_says_anything_of_a_key() -> None:
     server = FakeServer.warm(TOKENS)
-    server.pool.answer("get", KeyState.UNAVAILABLE, times=None)
+    server.pool.answer("get", KeyState.HOLDER_LOST, times=None)
     async with server.open(load_deadline_s=1.0, loaders=2) as kv:
         gate = server.runner.hold_all(CallKind.GET, after_body=True)
         request = kv.open_request("slow", TOKENS)
@@ -235,7 +235,7 @@ async def test_L8_a_copy_that_fails_says_nothing_of_a_key() -> None:
 
 async def test_L8_where_all_that_would_be_asked_is_bad_nobody_is_asked() -> None:
     server = FakeServer.warm(TOKENS, layout=tiny_layout())
-    server.pool.answer("get", KeyState.UNAVAILABLE, times=None)
+    server.pool.answer("get", KeyState.HOLDER_LOST, times=None)
     async with server.open() as kv:
         await failed_load(server, kv.open_request("r", TOKENS))
         asked = len(server.pool.calls)
@@ -248,7 +248,7 @@ async def test_L8_the_search_for_windows_goes_round_a_page_that_failed() -> None
     last = server.keys_of(LONG)[1][8]
     async with server.open() as kv:
         request = kv.open_request("r", LONG)
-        server.pool.answer("get", KeyState.UNAVAILABLE, key=last)
+        server.pool.answer("get", KeyState.HOLDER_LOST, key=last)
         assert (await failed_load(server, request, LONG)).key == last
         asked = len(server.pool.calls)
         offer = await request.lookup()

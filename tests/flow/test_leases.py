@@ -144,7 +144,7 @@ async def test_D4_a_get_that_took_longer_than_the_lease_has_failed_though_bytes_
 
 async def test_D4_of_a_late_get_the_keys_that_failed_by_themselves_are_bad() -> None:
     server = FakeServer.warm(TOKENS, latency=Latency(get_s=LEASE_S + 0.01))
-    server.pool.answer("get", KeyState.UNAVAILABLE, key=server.keys_of(TOKENS)[0][2])
+    server.pool.answer("get", KeyState.HOLDER_LOST, key=server.keys_of(TOKENS)[0][2])
     async with server.open(lease_s=LEASE_S) as kv:
         request, load, _ = await server.load(kv, "r", TOKENS)
         with pytest.raises(LoadFailed, match="lease_expired"):

@@ -133,7 +133,7 @@ async def test_M6_a_copy_that_fails_on_the_device_stores_nothing_of_it() -> None
         await goes_on(server, kv)
 
 
-@pytest.mark.parametrize("state", [KeyState.NO_SPACE, KeyState.UNAVAILABLE])
+@pytest.mark.parametrize("state", [KeyState.NO_SPACE, KeyState.HOLDER_LOST])
 async def test_S2_a_failed_put_loses_the_end_and_its_slots_come_back(state: KeyState) -> None:
     server = WindowServer()
     window_key = server.keys.prefix(1)

@@ -119,6 +119,19 @@ def test_M7_a_withdrawn_ticket_begins_no_read() -> None:
     assert lists(saves.end(ticket)) == ((3,), (), (4, 5))
 
 
+def test_O7_what_is_refused_ends_if_nobody_took_it_up_and_else_begins_nothing_further() -> None:
+    saves = Saves([1] * 2)
+    ticket = taken_up(saves)
+    saves.accept(order(2), None)
+    ticket.pages_stored([3, 3], page_bytes=1)
+    (result,) = saves.refuse("no pool")
+    assert (result.save_id, lists(result), result.reason) == (2, ((), (3, 4, 5), ()), "no pool")
+    assert (saves.active, saves.queued) == (1, 0)
+    assert not saves.begin_read(ticket)
+    assert not saves.begin_call(ticket, ticket.order.groups[0])
+    assert lists(saves.end(ticket)) == ((3,), (4, 5), ())
+
+
 def test_S7_a_second_withdrawal_while_reads_run_is_answered_with_the_first() -> None:
     saves = Saves([1] * 2)
     ticket = taken_up(saves)

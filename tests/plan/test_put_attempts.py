@@ -89,7 +89,7 @@ def test_S5_after_the_third_attempt_the_last_answer_stands() -> None:
 def test_S5_which_answers_are_worth_another_attempt(state: str) -> None:
     attempts = PutAttempts(["a"])
     put(attempts, state)
-    worth = state in {"no_space", "unavailable", "missing"}
+    worth = state in {"no_space", "unavailable", "holder_lost", "missing"}
     assert isinstance(attempts.step, Wait) is worth
     assert attempts.refused == ["" if state == "ok" else state]
     assert set(STATES) >= PASSING

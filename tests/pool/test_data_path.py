@@ -58,9 +58,9 @@ async def test_one_dead_holder_is_gone_around_and_the_next_value_tried(call: str
 @pytest.mark.parametrize(
     ("call", "code", "told"),
     [
-        ("put", -800, r"put ended with unavailable \(code -800\)"),
+        ("put", -800, r"put ended with holder_lost \(code -800\)"),
         ("put", -600, r"put ended with refused \(code -600\)"),
-        ("get", -800, r"get ended with unavailable \(code -800\)"),
+        ("get", -800, r"get ended with holder_lost \(code -800\)"),
         ("get", 17, r"get ended with wrong_size \(code 17\)"),
         ("get", data_path.VALUE_BYTES, r"get ended with wrong_size"),  # As long as it should be, and other bytes.
         ("remove", -900, r"removal ended with unavailable"),
@@ -146,7 +146,7 @@ async def test_a_holder_that_cannot_be_reached_is_named_as_a_likely_cause(
     address, _ = own_master
     with lender(UNREACHABLE, address):
         with anyio.fail_after(20):
-            with pytest.raises(PoolError, match=r"put ended with unavailable \(code -800\).*hostname that cannot be reached"):
+            with pytest.raises(PoolError, match=r"put ended with holder_lost \(code -800\).*hostname that cannot be reached"):
                 async with open_pool(joining(address)):
                     pytest.fail("nothing can be stored there")
         (closed,) = events("akv.pool.close", phase="end")

@@ -106,13 +106,16 @@ def test_a_long_transfer_goes_out_in_parts_and_is_answered_in_order(memory: Call
     assert [answer.state is KeyState.MISSING for answer in answers] == [key.endswith("7") for key in keys]
 
 
-def test_O7_parts_behind_one_that_found_the_pool_unavailable_are_not_tried(memory: Callable[[int], HostBuffer]) -> None:
+@pytest.mark.parametrize(("code", "state"), [(-900, KeyState.UNAVAILABLE), (-800, KeyState.HOLDER_LOST)])
+def test_O7_parts_behind_one_that_nobody_answered_are_not_tried(
+    code: int, state: KeyState, memory: Callable[[int], HostBuffer]
+) -> None:
     count = 3 * KEYS_PER_TRANSFER
     buffer = memory(count)
-    client = ScriptedClient(lambda keys: [-900] * len(keys))
+    client = ScriptedClient(lambda keys: [code] * len(keys))
     answers = adapter(client, buffer).get([str(index) for index in range(count)], buffer, list(range(count)), [1] * count)
     assert len(client.calls) == 1
-    assert answers == [KeyAnswer(KeyState.UNAVAILABLE, -900)] * count
+    assert answers == [KeyAnswer(state, code)] * count
 
 
 @pytest.mark.parametrize("raw", [None, [0], [0, 0, 0], [0, None]])

@@ -167,6 +167,7 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("max_load_attempts", 0),
     ("negative_ttl_s", 0),
     ("negative_ttl_s", math.inf),
+    ("quarantine_max_bytes", "1GB"),
     ("shutdown_deadline_s", math.nan),
     ("exit_guard", 1),
     ("rewind_tokens", -1),
