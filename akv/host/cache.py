@@ -19,6 +19,7 @@ from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
 from akv.units import PageIndex
 from akv.values.messages import PagesPerGroup
 from akv.values.scope import EMPTY_SCOPE, Scope
+from akv.values.settings import DEFAULT_REWIND_TOKENS
 
 
 class PagedCache:
@@ -33,13 +34,14 @@ class PagedCache:
         page_counts: Sequence[int],
         groups: Sequence[Attention] | None = None,
         *,
-        retention_tokens: int = 0,
+        retention_tokens: int | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
         """`page_counts`: pages in each layer group's cache, in the order of the layout.
 
         `groups`: how far back each group reads, `layout.groups` say; None: all of them without bound. `retention_tokens`: how
-        far behind the window its pages stay (W4); a server that saves to a pool wants the larger of its rewind and T.
+        far behind the window its pages stay (W4); None: the larger of akv's default rewind and T, which suits a server that
+        saves to a pool. With another rewind pass that.
         `chunk_tokens`: tokens of one sequence that are prepared and not committed at most, so what one pass computes of it (of
         several passes, where they are prepared ahead). It bounds what a window group needs; None for no bound: then windows
         are booked whole, like full attention.
@@ -50,6 +52,8 @@ class PagedCache:
             raise SettingsError("tokens_per_block", tokens_per_block, "a block holds at least one token", "Use 32, say.")
         if not page_counts or min(page_counts) < 1:
             raise SettingsError("page_counts", tuple(page_counts), "every group has a page", "Count the pages of each group.")
+        if retention_tokens is None:
+            retention_tokens = max(DEFAULT_REWIND_TOKENS, tokens_per_block)
         if retention_tokens < 0:
             raise SettingsError("retention_tokens", retention_tokens, "there are no fewer tokens", "Use 0 for none.")
         if chunk_tokens is not None and chunk_tokens < 1:

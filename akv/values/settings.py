@@ -19,6 +19,9 @@ SMALLEST_SEGMENT_BYTES = 16 * _MIB
 #: Seconds. Event loops wake no finer; uvloop returns at once from shorter sleeps, so a poll loop would spin.
 SHORTEST_TICK_S = 0.001
 
+#: Tokens. R unless it is set, and what akv.host keeps behind windows for it unless it is told (W4).
+DEFAULT_REWIND_TOKENS = 1024
+
 Count = Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
@@ -143,7 +146,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     exit_guard: bool = True
     #: R: tokens behind a longer hit that a lookup may walk back to where a model with sliding windows can resume. What is
     #: saved at a prompt's end reaches as far back, as far as the engine still holds the pages.
-    rewind_tokens: Tokens = 1024
+    rewind_tokens: Tokens = DEFAULT_REWIND_TOKENS
     #: Whether a lookup of a model with sliding windows looks for a resumable end further back than the rewind.
     window_fallback: bool = True
     #: Whether the window pages of a prompt's end are stored ahead of its full-attention pages. A prompt without its window

@@ -27,7 +27,7 @@ def computed(cache: PagedCache, tokens: list[int]) -> PagedSequence:
 
 
 def test_D2_pages_that_nobody_found_are_kept_one_by_one_and_the_rest_is_free() -> None:
-    cache = PagedCache(T, (8, 8, 8), (Window(), Window(), Window(6)))
+    cache = PagedCache(T, (8, 8, 8), (Window(), Window(), Window(6)), retention_tokens=0)
     sequence = admitted(cache, TOKENS)
     sequence.prepare(18)
     tables = sequence.page_tables()

@@ -35,3 +35,9 @@ def test_W4_takes_the_groups_of_a_layout_and_says_what_to_declare() -> None:
     assert sequence is not None
     sequence.prepare(4)
     assert sequence.page_tables() == ((0, 1, 2, 3, 4, 5, 6, 7), (0, *[-1] * 7))
+
+
+def test_W4_windows_are_kept_for_the_default_rewind_unless_told_otherwise() -> None:
+    assert PagedCache(4, (4,), (Window(6),)).window_retention_tokens == 1024
+    assert PagedCache(2048, (4,), (Window(6),)).window_retention_tokens == 2048
+    assert PagedCache(4, (4,), (Window(6),), retention_tokens=0).window_retention_tokens == 0

@@ -318,7 +318,7 @@ def test_H1_growth_books_window_pages_too_or_nothing() -> None:
 
 
 def test_H1_windows_alone_leave_no_blocks_behind_that_have_no_page() -> None:
-    cache = PagedCache(T, (8,), (Window(6),), chunk_tokens=8)
+    cache = PagedCache(T, (8,), (Window(6),), retention_tokens=0, chunk_tokens=8)
     for start in range(0, 4000, 40):
         tokens = list(range(start, start + 40))
         computed(cache, tokens)
