@@ -133,7 +133,7 @@ class PassParts:
 
     def check_pages(self, record: RequestRecord, group: int, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Refuse pages that are not in the cache, or belong to two of the blocks."""
-        held = [page for page in pages if page != NO_PAGE]
+        held = [page for page in pages if page != NO_PAGE] if NO_PAGE in pages else pages
         count = self._page_counts[group]
         if held and not (min(held) >= 0 and max(held) < count and len(set(held)) == len(held)):
             self._refuse_pages(record, group, pages, blocks)

@@ -177,9 +177,10 @@ class SchedulerHalf:
         windows: list[SaveOrder] = []
         seen: set[int] = set()
         most = self._most_blocks
+        ahead = self._ahead()
         for item in scheduled:
             record = self._scheduled(item, seen)
-            part = self._reader.read(record, item, self._ahead(record))
+            part = self._reader.read(record, item, ahead.get(record.incarnation, ()))
             parts.append(part)
             windows += self._window_saves(part, item)
             if self._saves and most:
@@ -196,9 +197,13 @@ class SchedulerHalf:
             self.plan_arrived(plan)
         return plan
 
-    def _ahead(self, record: RequestRecord) -> list[Part]:
-        """The request's parts in plans that have not ended, oldest first."""
-        return [part for planned in self._plans.contents for part in planned.parts if part.record is record]
+    def _ahead(self) -> dict[int, list[Part]]:
+        """The parts of plans that have not ended, oldest first, by the incarnation of their request."""
+        ahead: dict[int, list[Part]] = {}
+        for planned in self._plans.contents:
+            for part in planned.parts:
+                ahead.setdefault(part.record.incarnation, []).append(part)
+        return ahead
 
     def _window_saves(self, part: Part, item: Scheduled) -> list[SaveOrder]:
         """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""

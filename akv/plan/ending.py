@@ -108,10 +108,16 @@ class Ending(NamedTuple):
 
 def held_pages(group: int, blocks: Sequence[range], table: Sequence[int]) -> WindowPages:
     """Those of these blocks that have a page in the table."""
-    held = [
-        (block, int(page))
-        for some in blocks
-        for block, page in enumerate(table[some.start : some.stop], some.start)
-        if page != NO_PAGE
-    ]
-    return WindowPages(group, tuple(block for block, _ in held), tuple(page for _, page in held))
+    found: list[int] = []
+    pages: list[int] = []
+    for some in blocks:
+        part = table[some.start : some.stop]
+        # Asked for each request in each pass, and as a rule every block has a page: then no entry is looked at by itself.
+        if NO_PAGE in part:
+            held = [(block, page) for block, page in enumerate(part, some.start) if page != NO_PAGE]
+            found += (block for block, _ in held)
+            pages += (int(page) for _, page in held)
+        else:
+            found += range(some.start, some.start + len(part))
+            pages += map(int, part)
+    return WindowPages(group, tuple(found), tuple(pages))

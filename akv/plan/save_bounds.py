@@ -33,7 +33,8 @@ def whole_number(request_id: str, name: str, number: object) -> int:
 
     Raises EngineContractError naming the request and the number.
     """
-    if isinstance(number, SupportsIndex) and not isinstance(number, bool):
+    # Plain ints first: asking what is a SupportsIndex takes longer than all the rest of a request's part in a pass.
+    if type(number) is int or (isinstance(number, SupportsIndex) and not isinstance(number, bool)):
         plain = operator.index(number)
         if -_LARGEST <= plain <= _LARGEST:
             return plain

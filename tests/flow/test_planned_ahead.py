@@ -192,3 +192,32 @@ async def test_D2_an_error_with_pages_in_quarantine_does_not_say_that_all_are_fr
     assert "PagesReleased" in str(LoadCancelled("r", ((3,), (4,))))
     assert "but for" not in str(LoadCancelled("r"))
     await anyio.lowlevel.checkpoint()
+
+
+async def test_W3_each_request_of_a_plan_is_read_beside_its_own_parts_ahead() -> None:
+    """Another request's pass that is planned ahead says nothing about where this one began."""
+    server = WindowServer(windows=((10, 0),), retention_tokens=24, rewind_tokens=24)
+    others = tuple(range(500, 542))
+    async with server.open() as kv:
+        prompts = (PROMPT, others)
+        requests = [(kv.open_request(str(at), tokens), tokens, empty(server)) for at, tokens in enumerate(prompts)]
+        for _, _, table in requests:
+            server.prepare(table, 0, 42)
+        spans = [(0, 24), (24, 42)]
+        plans = [
+            kv.plan_pass(
+                [
+                    Scheduled(request=request, computed_before=before, tokens=end - before, pages=table)
+                    for request, _, table in requests
+                ]
+            )
+            for before, end in spans
+        ]
+        for (before, end), plan in zip(spans, plans, strict=True):
+            for _, tokens, table in requests:
+                server.forward(tokens, table, before, end)
+            await kv.after_forward(plan)
+        for request, tokens, _ in requests:
+            await request.finished()
+            assert server.ends(tokens) == [4, 5, 6, 7, 8, 9, 10]
+    assert server.wrong_values() == []
