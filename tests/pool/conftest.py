@@ -3,15 +3,11 @@
 import ctypes
 import itertools
 import logging
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -22,6 +18,7 @@ from akv.pool import MooncakePool, embedded, set_up_store
 from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.reach import reach_master
 from akv.settings import StoreSettings
+from akv_testing.processes import children_of
 from akv_testing.pytest_backends import real_backends
 
 anyio_backend = real_backends
@@ -144,8 +141,8 @@ def _running_master(*flags: str) -> Iterator[tuple[str, int]]:
         assert watcher.stdin is not None
         address = f"{embedded.LOOPBACK}:{rpc_port}"
         anyio.run(_wait_for, address)
-        (child,) = Path(f"/proc/{watcher.pid}/task/{watcher.pid}/children").read_text().split()
-        yield address, int(child)
+        (child,) = children_of(watcher.pid)
+        yield address, child
         watcher.stdin.close()
 
 
@@ -177,19 +174,6 @@ def hasty_master() -> Iterator[str]:
     """The address of a master whose leases end after a millisecond."""
     with _running_master("--default_kv_lease_ttl=1") as (address, _):
         yield address
-
-
-@pytest.fixture
-def freeze() -> Callable[[int], None]:
-    """Stop a process, and return when each of its threads stands still: the signal alone only asks for it."""
-
-    def stop(pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-                time.sleep(0.001)
-
-    return stop
 
 
 @pytest.fixture(scope="session")

@@ -90,11 +90,12 @@ pool.close()
 
 #: Arguments: the master's address, a process id, the signal that it gets. Prints each call's answers, and seconds.
 BESIDE = """
-import os, pathlib, sys, time
+import os, sys, time
 import anyio
 from akv.pool import open_pool
 from akv.settings import Settings, StoreSettings
 from akv_testing.memory import FakeHostBuffer
+from akv_testing.processes import halt
 
 address, pid, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -103,23 +104,13 @@ def timed(name, call):
     answers = call()
     print(name, answers[0].state.value, answers[0].code, time.monotonic() - began, flush=True)
 
-def stands_still():
-    # The signal only asks for it.
-    try:
-        stats = [stat.read_text() for stat in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # A thread of it is just ending.
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
-
 async def main():
     store = StoreSettings(master_address=address, segment_bytes=0, local_buffer_bytes=0)
     async with open_pool(Settings(model_key="m", store=store)) as pool:
         buffer = FakeHostBuffer(2000)
         pool.register(buffer)
         assert pool.put(["a"], buffer, [0], [1000])[0].code == 0
-        os.kill(pid, number)
-        while not stands_still():
-            pass
+        halt(pid, number)
         timed("probe", lambda: pool.probe(["a"]))
         timed("get", lambda: pool.get(["a"], buffer, [1000], [1000]))
         timed("put", lambda: pool.put(["b"], buffer, [0], [1000]))

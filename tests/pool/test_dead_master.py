@@ -14,6 +14,7 @@ import anyio
 import akv
 from akv.pool import embedded
 from akv_testing.engine import TINY, EngineConfig, Pages
+from akv_testing.processes import children_of, halt
 
 RPC, METRICS, BACKEND, WAY = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 PAGES = Pages(EngineConfig(model=TINY, tokens_per_block=8, pages=16))
@@ -27,9 +28,8 @@ def start_master():
     quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     watcher = subprocess.Popen(command, **quiet)
     while True:
-        with open(f"/proc/{watcher.pid}/task/{watcher.pid}/children") as children:
-            if found := children.read().split():
-                return watcher, int(found[0])
+        if found := children_of(watcher.pid):
+            return watcher, found[0]
 
 class Lookups:
     def __init__(self, kv):
@@ -84,7 +84,7 @@ async def main():
                 group.start_soon(lookups.run)
             await anyio.sleep(0.2)
             lookups.longest = 0.0
-            os.kill(pid, signal.SIGKILL if WAY == "killed" else signal.SIGSTOP)
+            halt(pid, signal.SIGKILL if WAY == "killed" else signal.SIGSTOP)
             await anyio.sleep(2.5)
             down = kv.pressure().breaker.value
             began = anyio.current_time()

@@ -17,12 +17,13 @@ DEADLINE_S, MARGIN_S = 0.5, 15.0
 
 #: Arguments: the master's address and process id, the call, "frozen" or "healthy", the ending.
 PROCESS = f"""
-import os, pathlib, signal, sys, threading
+import sys, threading
 import anyio
 from akv.pool import ThreadRunner, open_pool
 from akv.ports.calls import CallKind, CallSize
 from akv.settings import Settings, StoreSettings
 from akv_testing.memory import FakeHostBuffer
+from akv_testing.processes import halt
 
 address, pid, what, state, ending = sys.argv[1:]
 SIZE = 1 << 20
@@ -47,9 +48,7 @@ async def main():
                 calls[what]()
 
         if state == "frozen":
-            os.kill(int(pid), signal.SIGSTOP)
-            while any(") T" not in stat.read_text() for stat in pathlib.Path(f"/proc/{{pid}}/task").glob("*/stat")):
-                pass  # The signal only asks for it.
+            halt(int(pid))
         if what != "none":
             ThreadRunner({{}}).start(CallKind.GET, call, CallSize(), lambda end: None)
             inside.wait()
@@ -105,6 +104,7 @@ import anyio
 from akv.pool import open_pool
 from akv.settings import Settings, StoreSettings
 from akv_testing.memory import FakeHostBuffer
+from akv_testing.processes import halt
 
 address, pid = sys.argv[1:]
 

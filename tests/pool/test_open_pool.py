@@ -21,6 +21,7 @@ from akv.pool.transfers import PROCESS_BUDGET, QUEUE_VARIABLE
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyState
 from akv.settings import ClientSettings, Settings, StoreSettings
+from akv_testing.processes import children_of, command_of
 
 pytestmark = pytest.mark.anyio
 
@@ -83,8 +84,8 @@ def is_held(pool: MooncakePool) -> bool:
 
 def child_command(pid: int) -> list[str]:
     """The command of a process's one child."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return Path(f"/proc/{child}/cmdline").read_text().split("\0")
+    (child,) = children_of(pid)
+    return command_of(child)
 
 
 @pytest.mark.mooncake

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -13,6 +13,7 @@ from anyio.abc import SocketAttribute, SocketStream
 from akv.errors import PoolError
 from akv.pool.embedded import free_ports
 from akv.pool.reach import reach_master
+from akv_testing.processes import halt
 
 pytestmark = pytest.mark.anyio
 
@@ -44,11 +45,9 @@ async def test_O7_a_live_master_answers(master: str) -> None:
 
 
 @pytest.mark.mooncake
-async def test_O7_a_frozen_master_still_accepts_and_is_refused_at_the_deadline(
-    own_master: tuple[str, int], freeze: Callable[[int], None]
-) -> None:
+async def test_O7_a_frozen_master_still_accepts_and_is_refused_at_the_deadline(own_master: tuple[str, int]) -> None:
     address, pid = own_master
-    freeze(pid)
+    halt(pid)
     began = time.monotonic()
     with pytest.raises(PoolError, match=rf"{address}.*did not answer within 0\.2 s"):
         await reach_master(address, 0.2)
