@@ -118,7 +118,7 @@ class Connector:
         Raises EngineContractError naming the request whose part cannot be.
         """
         self._halves.latch.check()
-        return self._halves.scheduler.plan(scheduled)
+        return self._halves.scheduler.passes.plan(scheduled)
 
     async def after_forward(self, plan: PassPlan) -> None:
         """The planned pass has been queued on the execution stream: queue its saves behind it and return.
@@ -135,7 +135,7 @@ class Connector:
     def drop_pass(self, plan: PassPlan) -> None:
         """The planned pass will not run. Its blocks are listed again by a later plan. Errors as for `after_forward`."""
         self._halves.latch.check()
-        self._halves.end_plan(lambda: self._halves.scheduler.drop(plan, "dropped by the engine"))
+        self._halves.end_plan(lambda: self._halves.scheduler.passes.drop(plan, "dropped by the engine"))
 
 
 class _Opening(AbstractAsyncContextManager[Connector]):

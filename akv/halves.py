@@ -76,12 +76,13 @@ class Halves:
         breaker.on_open = self.worker.refuse_queued
         breaker.on_close = self.scheduler.requests.new_generation
         check_terms(self.scheduler.terms, self.worker.terms)
-        self.scheduler.fence = self.worker.fence
-        self.scheduler.accept_load = self.worker.accept_load
-        self.scheduler.accept_saves = self.worker.accept_saves
-        self.scheduler.withdraw = self.worker.withdraw
-        self.scheduler.plan_arrived = self.worker.plan_arrived
-        self.scheduler.plan_dropped = self.worker.plan_dropped
+        entries = self.scheduler.worker
+        entries.fence = self.worker.fence
+        entries.accept_load = self.worker.accept_load
+        entries.accept_saves = self.worker.accept_saves
+        entries.withdraw = self.worker.withdraw
+        entries.plan_arrived = self.worker.plan_arrived
+        entries.plan_dropped = self.worker.plan_dropped
 
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
@@ -89,6 +90,7 @@ class Halves:
         await start(self._deliver_ends)
         await start(self._poller.run)
         await start(partial(self.breaker.run, self._ask))
+        await start(self.scheduler.holds.run)
         await self.worker.open(start)
 
     async def close(self, *, orderly: bool) -> int:
@@ -100,7 +102,7 @@ class Halves:
         deadline = current_time() + self.settings.shutdown_deadline_s
         orderly = orderly and not self.latch.tripped
         self.latch.close()
-        self.scheduler.no_more_passes()
+        self.scheduler.passes.no_more_passes()
         self.worker.no_more_passes()
         self.breaker.stop()
         for record in self.scheduler.requests.records:
@@ -145,7 +147,7 @@ class Halves:
 
     async def after_forward(self, plan: PassPlan) -> None:
         """Copy the window pages of a pass that has been queued, then hand its saves over."""
-        planned, after = self.end_plan(lambda: self.scheduler.take(plan))
+        planned, after = self.end_plan(lambda: self.scheduler.passes.take(plan))
         snapshots: dict[int, Snapshot] = {}
         try:
             # Asked always: slots of orders that are not wanted any more go back.
@@ -154,9 +156,9 @@ class Halves:
         except BaseException:
             # Cancelled, as a rule: the pass ran all the same, and its pages hold KV. What ended the wait goes first.
             with suppress(DeviceError):
-                self.scheduler.hand_over(planned, after, snapshots)
+                self.scheduler.passes.hand_over(planned, after, snapshots)
             raise
-        self.scheduler.hand_over(planned, after, snapshots)
+        self.scheduler.passes.hand_over(planned, after, snapshots)
         await checkpoint()
 
     def end_plan(self, end: Callable[[], Ended]) -> Ended:

@@ -222,6 +222,14 @@ SNAPSHOT_DROPPED = _event(
     'time, raise `snapshot_slots` or `snapshot_wait_ms`; "too_large" for all slots together, raise `snapshot_slots`; '
     '"cancelled", the pass or the request was.',
 )
+SAVE_HOLD_EXPIRED = _event(
+    "akv.save.hold_expired",
+    "warning",
+    "request_id incarnation saves held_s",
+    "The pages of a finished request were held for `held_s` seconds while `saves` saves had not ended. They are given back, "
+    "and what had not begun to be saved is not. The pool takes less than is computed: see `Connector.pressure()`, or raise "
+    "`save_hold_max_s` if the engine can spare the pages.",
+)
 WINDOW_END = _event(
     "akv.window.end",
     "debug",

@@ -17,6 +17,8 @@ class Part(NamedTuple):
     """What a plan keeps of one scheduled request until it ends."""
 
     record: RequestRecord
+    #: Whose pages it computes into: the request may have been preempted by the time the pass ended.
+    incarnation: int
     #: Tokens that have KV before the pass, and once it ran.
     before: int
     computed: int
@@ -33,6 +35,11 @@ class Part(NamedTuple):
     #: Whether this pass completes the prompt's chain (W3), and the window pages that it copies then.
     closes: bool
     closing: tuple[WindowPages, ...]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the pages that the pass computed into are still the request's."""
+        return self.record.incarnation == self.incarnation and self.record.is_open
 
 
 class Planned(NamedTuple):
@@ -52,7 +59,8 @@ class PassParts:
         self._page_counts = page_counts
         self._ending = ending
         self._windows = frozenset(group.group for group in ending.groups)
-        self._saves = saves
+        #: Whether this role saves.
+        self.saves = saves
         self._save_generated = save_generated
 
     def kept(self, record: RequestRecord, computed: int) -> int:
@@ -79,10 +87,10 @@ class PassParts:
             () if group in self._windows else self._pages(record, group, table, first, last)
             for group, table in enumerate(item.pages)
         )
-        closes = self._saves and not record.windows.closed and self._completes(record, before, computed, ahead)
+        closes = self.saves and not record.windows.closed and self._completes(record, before, computed, ahead)
         closing: tuple[WindowPages, ...] = ()
         held: tuple[WindowPages, ...] = ()
-        if self._windows and self._saves:
+        if self._windows and self.saves:
             if closes:
                 began_at = record.windows.began_at
                 if began_at is None:
@@ -92,7 +100,7 @@ class PassParts:
             held = self._ending.held(computed, history, item.pages)
             for columns in (*closing, *held):
                 self.check_pages(record, columns.group, columns.pages, columns.blocks)
-        return Part(record, before, computed, history, end, first, tail, held, closes, closing)
+        return Part(record, record.incarnation, before, computed, history, end, first, tail, held, closes, closing)
 
     def _completes(self, record: RequestRecord, before: int, computed: int, ahead: Sequence[Part]) -> bool:
         """Whether this is the first pass behind which the prompt's chain has KV (W3)."""

@@ -1,10 +1,11 @@
 """What an engine holds of one request and of its load."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from akv.errors import LoadCancelled, LoadFailed
 from akv.halves import Halves
-from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.request_record import LoadHold, RequestRecord
+from akv.plan.lifecycle import Phase
 from akv.plan.tokens import Tokens
 from akv.values.messages import LoadState, PagesPerGroup
 from akv.values.offers import Offer
@@ -53,6 +54,8 @@ class Request:
         self._halves = halves
         self._record = record
         self._load_ids: list[int] = []
+        #: Incarnations whose pages in quarantine were not named yet.
+        self._unnamed = [record.incarnation]
         self._quarantined: PagesPerGroup | None = None
 
     @property
@@ -76,7 +79,9 @@ class Request:
 
         For users of `Connector.request()`, which calls them. `()` before that.
         """
-        return self._named() if self.closed else ()
+        if self._quarantined is None and self.closed:
+            self._quarantined = self._name()
+        return self._quarantined or ()
 
     async def lookup(self, local_tokens: int = 0) -> Offer:
         """Ask how many tokens the pool holds beyond the engine's own match of `local_tokens` tokens, a multiple of T.
@@ -103,12 +108,13 @@ class Request:
         return Load(self._halves, hold, self.request_id)
 
     def append(self, tokens: Tokens) -> None:
-        """Add confirmed generated tokens, so that blocks which decoding completes can be saved (S12). No drafts.
+        """Add confirmed generated tokens, so that blocks which decoding completes can be saved (S12). No drafts. Also while
+        the request is preempted: they may come from a pass that was under way.
 
         Raises TokenError for a token that cannot be hashed; then none was appended.
         """
         self._halves.latch.check()
-        self._halves.scheduler.requests.must_be_open(self._record, "append tokens to")
+        self._halves.scheduler.requests.must_go_on(self._record, "append tokens to")
         self._record.chain.append(tokens)
 
     def finish(self) -> None:
@@ -145,15 +151,40 @@ class Request:
         self._halves.scheduler.cancel(self._record)
         return await self._until_closed()
 
-    async def _until_closed(self) -> PagesPerGroup:
-        await self._halves.notices.until(self.incarnation, lambda: self.closed)
-        # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
-        for number in (*self._load_ids, self.incarnation):
-            self._halves.fetched(number)
-        return self._named()
+    async def preempted(self) -> PagesPerGroup:
+        """The engine takes the request's pages away, to go on with it later: return when they are free.
 
-    def _named(self) -> PagesPerGroup:
-        """Name the pages in quarantine, once."""
-        if self._quarantined is None:
-            self._quarantined = self._halves.scheduler.requests.pages.tell(self._record.key)
-        return self._quarantined
+        Loads and saves that have not begun are withdrawn; what runs is waited for as for `cancel()`, and what is returned is
+        the same. Then the request is open again, as a new incarnation without pages: `lookup()` covers the prompt and what was
+        appended since, and finds what was saved. Offers, loads and planned passes from before count no more. Blocks whose save
+        was withdrawn are saved when they have been computed again.
+
+        On a request that has begun to end it only waits for that end. Raises ConnectorBroken or NotOpenError if the connector
+        ends first. **Cancellation:** the pages are taken away all the same; only the wait ends. Ask again, or watch
+        `completed()`: it delivers SavesCompleted with the incarnation that ended.
+        """
+        self._halves.latch.check()
+        ending = self.incarnation
+        self._halves.scheduler.preempt(self._record)
+        await self._until_ended(ending, lambda: self.closed or self.incarnation != ending)
+        return self.quarantined if self.closed else self._name()
+
+    async def _until_closed(self) -> PagesPerGroup:
+        await self._until_ended(self.incarnation, lambda: self.closed)
+        return self.quarantined
+
+    async def _until_ended(self, incarnation: int, ended: Callable[[], bool]) -> None:
+        if incarnation not in self._unnamed:
+            self._unnamed.append(incarnation)
+        await self._halves.notices.until(incarnation, ended)
+        # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
+        for number in (*self._load_ids, incarnation):
+            self._halves.fetched(number)
+
+    def _name(self) -> PagesPerGroup:
+        """Name the pages in quarantine of what has ended, each once."""
+        book, groups = self._halves.scheduler.requests.pages, range(self._halves.groups)
+        over = [number for number in self._unnamed if self.closed or number != self.incarnation]
+        self._unnamed = [number for number in self._unnamed if number not in over]
+        named = [pages for number in over if (pages := book.tell((self.request_id, number)))]
+        return tuple(tuple(page for pages in named for page in pages[group]) for group in groups) if named else ()

@@ -81,7 +81,14 @@ class SaveMarks:
 
     def lost(self) -> None:
         """The pool may have lost what is stored: it is listed again (S13)."""
-        self._states = self._states.replace(bytes([BlockState.STORED]), bytes([BlockState.UNSAVED]))
+        self._forget(BlockState.STORED)
+
+    def withdrawn(self) -> None:
+        """What was queued will not be heard of: the pages were taken away, and it is as if no pass had listed them."""
+        self._forget(BlockState.QUEUED)
+
+    def _forget(self, state: BlockState) -> None:
+        self._states = self._states.replace(bytes([state]), bytes([BlockState.UNSAVED]))
         self.mark = 0
         while not self.is_open(self.mark):
             self.mark += 1

@@ -1,26 +1,11 @@
 """One request in the scheduler half: what is remembered of it from `open_request` to the return of its pages."""
 
-from enum import Enum, auto
-
 from akv.ownership.marks import SaveMarks
 from akv.ownership.window_marks import WindowMarks
 from akv.plan.hashing import Chain
+from akv.plan.lifecycle import WORKING, Holds, Phase, is_free
 from akv.values.messages import GroupPages, SaveOrder
 from akv.values.requests import LoadCompleted
-
-
-class Phase(Enum):
-    """Where a request stands. Open: may load and be scheduled. Closed: nothing of akv's touches its pages any more, but for
-    those in quarantine.
-    """
-
-    OPEN = auto()
-    #: `finish()`: its saves go on, the pages are held until they ended (S7).
-    FINISHING = auto()
-    #: `cancel()`: what is queued is withdrawn, the pages are held until no copy touches them; a store call that does is not
-    #: waited for, and its pages go into quarantine (D6).
-    CANCELLING = auto()
-    CLOSED = auto()
 
 
 class LoadHold:
@@ -59,14 +44,47 @@ class RequestRecord:
         self.stored_blocks = 0
         #: A withdrawal is under way; the worker will say when no copy reads the pages.
         self.awaits_unread = False
+        self.windows = WindowMarks()
+        self._no_pages()
+
+    def _no_pages(self) -> None:
+        """What stands only as long as the pages do."""
         #: Tokens that passes are known to have computed, counted from the sequence's start.
         self.computed = 0
-        #: After a failed or cancelled load: tokens below which the pages hold valid KV. None: no load of this life was lost.
+        #: After a failed or cancelled load: tokens below which the pages hold valid KV. None: no load of this incarnation was
+        #: lost.
         self.valid_to: int | None = None
-        self.windows = WindowMarks()
         #: For `finish`: where the tables below begin (a block), and the pages from there on of each group.
         self.tail_first = 0
         self.tail: tuple[tuple[int, ...], ...] = ()
+
+    def begin_incarnation(self, number: int) -> None:
+        """The life goes on with other pages: what was saved stays saved, and nothing is computed."""
+        for order in self.saves.values():
+            # Withdrawn. What reaches the pool all the same is put a second time at worst, and the first value stays.
+            if order.window:
+                self.windows.lost(order.groups, {block for group in order.groups for block in group.blocks})
+        self.saves.clear()
+        self.marks.withdrawn()
+        self.windows.begin_incarnation()
+        self.incarnation = number
+        self._no_pages()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be worked on."""
+        return self.phase in WORKING
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it finished, and its pages wait for its saves."""
+        return self.phase is Phase.FINISHING
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing touches the pages of an incarnation that is ending."""
+        holds = Holds(loading=self.load is not None, reads=self.awaits_unread, saves=bool(self.saves))
+        return is_free(self.phase, holds)
 
     @property
     def key(self) -> tuple[str, int]:

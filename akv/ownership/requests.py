@@ -15,8 +15,9 @@ from akv.ownership.known_hashes import KnownHashes
 from akv.ownership.listing import Listing, hashes_of
 from akv.ownership.marks import UNLIMITED, BlockState, SaveMarks
 from akv.ownership.page_book import PageBook
-from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.plan.hashing import Chain
+from akv.plan.lifecycle import WITHDRAWN, Happening, Phase, next_phase
 from akv.values.messages import (
     GroupPages,
     LoadOrder,
@@ -62,7 +63,7 @@ class Requests:
         present = self._open.get(request_id)
         if present is not None:
             raise EngineContractError(
-                f"request {request_id!r} is open already ({present.phase.name.lower()}): ids may be used again once "
+                f"request {request_id!r} is open already ({present.phase.value}): ids may be used again once "
                 "finished() or cancel() returned; give concurrent requests different ids"
             )
         marks = SaveMarks(self._backoff_s)
@@ -70,12 +71,17 @@ class Requests:
         self._open[request_id] = record
         return record
 
-    def must_be_open(self, record: RequestRecord, verb: str) -> None:
+    def must_go_on(self, record: RequestRecord, verb: str) -> None:
         """Raise EngineContractError if the request has begun to end."""
-        if record.phase is not Phase.OPEN:
+        if record.phase is not Phase.PREEMPTING:
+            self.must_be_open(record, verb)
+
+    def must_be_open(self, record: RequestRecord, verb: str) -> None:
+        """Raise EngineContractError if the request has begun to end, or its pages are being taken away."""
+        if not record.is_open:
+            then = "await preempted() first" if record.phase is Phase.PREEMPTING else "open a new request for further work"
             raise EngineContractError(
-                f"cannot {verb} request {record.request_id!r}: it is {record.phase.name.lower()}; "
-                "open a new request for further work under this id"
+                f"cannot {verb} request {record.request_id!r}: it is {record.phase.value}; {then} under this id"
             )
 
     def scheduled(self, request_id: str, incarnation: int) -> RequestRecord:
@@ -117,6 +123,7 @@ class Requests:
                 "page belongs to the connector until its load ended or its request's saves ended"
             )
         hold = record.load = LoadHold(next(self._ids), groups, local_tokens, tokens)
+        self._move(record, Happening.RESERVE)
         self.pages.lend(groups)
         order = LoadOrder(load_id=hold.load_id, request_id=record.request_id, incarnation=record.incarnation, groups=groups)
         return order, hold
@@ -127,6 +134,7 @@ class Requests:
         if record is None or record.load is None or record.load.load_id != result.load_id:
             return []
         hold, record.load = record.load, None
+        self._move(record, Happening.LOAD_ENDED)
         self.pages.returned(hold.groups)
         self.pages.quarantine(record.key, result.quarantined)
         if result.state is LoadState.LOADED:
@@ -193,7 +201,7 @@ class Requests:
         that a load fills (S1), and all of a request that has begun to end: its pages may be given back before they are read.
         """
         record = self._record(order.request_id, order.incarnation)
-        if record is None or record.phase is not Phase.OPEN:
+        if record is None or not record.is_open:
             return None
         return self._queue(record, order)
 
@@ -243,26 +251,33 @@ class Requests:
     def finish(self, record: RequestRecord, *, upto: int) -> list[Effect]:
         """The request is complete. What it computed below block `upto` and no pass has listed is saved now (S12), read live.
 
-        Finishing while a load is under way cancels the load and keeps nothing. Idempotent.
+        Finishing while a load is under way, or while the pages are being taken away, keeps nothing. Idempotent.
         """
         if record.phase is not Phase.OPEN:
-            return []
-        if record.load is not None:
-            return self._withdraw(record, Phase.FINISHING)
+            return self._end(record, Happening.FINISH)
         orders = [self.listing.windows(record, record.windows.held, snapshot=False)]
         if record.tail:
             # All of it: there is no later pass.
             orders.append(self.listing.blocks(record, upto, record.tail, record.tail_first, float("inf")))
-        effects: list[Effect] = []
-        effects += [q for order in orders if order is not None and (q := self._queue(record, order)) is not None]
-        record.phase = Phase.FINISHING
-        return [*effects, *self._close_if_done(record)]
+        queued = [q for order in orders if order is not None and (q := self._queue(record, order)) is not None]
+        return [*queued, *self._end(record, Happening.FINISH)]
 
     def cancel(self, record: RequestRecord) -> list[Effect]:
         """The request is not wanted any more. Idempotent; a finishing request may still be cancelled."""
-        if record.phase in (Phase.CANCELLING, Phase.CLOSED):
-            return []
-        return self._withdraw(record, Phase.CANCELLING)
+        return self._end(record, Happening.CANCEL)
+
+    def preempt(self, record: RequestRecord) -> list[Effect]:
+        """The engine takes the request's pages away, and goes on with it later, with others. Idempotent while under way.
+
+        Without effect on a request that has begun to end.
+        """
+        return self._end(record, Happening.PREEMPT)
+
+    def hold_expired(self, record: RequestRecord) -> list[Effect]:
+        """The pages of a finished request were held for as long as an engine can be asked to (S7): what has not begun to be
+        saved is given up.
+        """
+        return self._end(record, Happening.HELD_TOO_LONG)
 
     def pages_unread(self, message: PagesUnread) -> list[Effect]:
         """The worker says that nothing reads pages of a withdrawn incarnation any more, but for those in quarantine."""
@@ -278,10 +293,20 @@ class Requests:
         released = self.pages.release(message)
         return [] if released is None else [released]
 
-    def _withdraw(self, record: RequestRecord, phase: Phase) -> list[Effect]:
-        record.phase = phase
-        record.awaits_unread = True
-        return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation)]
+    def _move(self, record: RequestRecord, happening: Happening) -> bool:
+        """Whether this moved the request on."""
+        then = next_phase(record.phase, happening)
+        record.phase = record.phase if then is None else then
+        return then is not None
+
+    def _end(self, record: RequestRecord, happening: Happening) -> list[Effect]:
+        """What ends an incarnation happened: withdraw what is to be withdrawn, and close what has nothing to wait for."""
+        if not self._move(record, happening):
+            return []
+        if record.phase in WITHDRAWN:
+            record.awaits_unread = True
+            return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation)]
+        return self._close_if_done(record)
 
     def _queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
         order = self._queueable(record, order)
@@ -315,24 +340,24 @@ class Requests:
         )
 
     def _close_if_done(self, record: RequestRecord) -> list[Effect]:
-        if record.phase in (Phase.OPEN, Phase.CLOSED) or record.load is not None or record.awaits_unread:
+        if not record.is_free:
             return []
-        if record.saves and record.phase is Phase.FINISHING:
-            return []
-        record.phase = Phase.CLOSED
-        del self._open[record.request_id]
+        self._move(record, Happening.PAGES_FREE)
         for order in record.saves.values():
-            # Cancelled with puts still under way: they read slots, or pages that are in quarantine.
+            # Withdrawn with puts still under way: they read slots, or pages that are in quarantine.
             if not order.snapshot:
                 self.pages.unpin(order.groups)
-        return [
-            SavesCompleted(
-                request_id=record.request_id,
-                incarnation=record.incarnation,
-                stored_blocks=record.stored_blocks,
-                refused_blocks=record.marks.count(BlockState.REFUSED),
-            )
-        ]
+        ended = SavesCompleted(
+            request_id=record.request_id,
+            incarnation=record.incarnation,
+            stored_blocks=record.stored_blocks,
+            refused_blocks=record.marks.count(BlockState.REFUSED),
+        )
+        if record.phase is Phase.CLOSED:
+            del self._open[record.request_id]
+        else:
+            record.begin_incarnation(next(self._ids))
+        return [ended]
 
     def _record(self, request_id: str, incarnation: int) -> RequestRecord | None:
         record = self._open.get(request_id)

@@ -31,6 +31,12 @@ class WindowMarks:
         self.held = held
         self.closed = self.closed or closes
 
+    def begin_incarnation(self) -> None:
+        """The pages were taken away. The prompt's end is listed again by the pass that completes it again, as far as it was
+        not saved.
+        """
+        self.closed, self.began_at, self.held = False, None, ()
+
     def open(self, columns: WindowPages) -> WindowPages:
         """Those of these pages that were not handed over yet."""
         queued = self._queued.get(columns.group, set())

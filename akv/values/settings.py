@@ -165,6 +165,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     resave_min_tokens: Tokens = 0
     #: Whether blocks that decoding completes are saved too, so that the next turn of a conversation finds them.
     save_generated: bool = True
+    #: Seconds for which a finished request's pages are held for its saves at most. What has not begun by then is given up, so
+    #: that a slow pool cannot keep the engine's memory. No deadline of a lookup or a load counts here.
+    save_hold_max_s: Seconds = 60.0
     #: Seconds before blocks that the pool refused are offered to it again.
     save_backoff_s: Seconds = 0.1
     #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.

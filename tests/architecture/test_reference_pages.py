@@ -9,10 +9,13 @@ import pytest
 
 from akv import observe
 from akv.cli.config.describe import comments
+from akv.plan.lifecycle import diagram
 from akv.settings import ClientSettings, Settings, StoreSettings
 
 SECTIONS = (StoreSettings, ClientSettings)
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE = DOCS / "reference"
+FLOW = DOCS / "discussion" / "request-flow.md"
 
 SETTINGS_HEAD = """\
 # Settings
@@ -92,12 +95,24 @@ def events_page() -> str:
     return "\n".join([*head, *body, ""])
 
 
+def flow_page() -> str:
+    """The page as it is, with the diagram between its marks drawn anew."""
+    head, _, rest = FLOW.read_text(encoding="utf-8").partition("<!-- lifecycle -->\n")
+    _, end, tail = rest.partition("<!-- end of lifecycle -->\n")
+    return f"{head}<!-- lifecycle -->\n```mermaid\n{diagram()}\n```\n{end}{tail}"
+
+
 PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page, "events.md": events_page}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_code_says(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name]()
+
+
+def test_the_diagram_of_a_requests_life_is_the_table() -> None:
+    assert FLOW.read_text(encoding="utf-8") == flow_page()
+    assert "    preempting --> open: pages free\n" in flow_page()
 
 
 @pytest.mark.parametrize("kind", [Settings, *SECTIONS])
@@ -112,3 +127,4 @@ def test_every_setting_says_why_it_is_there(kind: type) -> None:
 if __name__ == "__main__":
     for page, render in PAGES.items():
         (REFERENCE / page).write_text(render(), encoding="utf-8")
+    FLOW.write_text(flow_page(), encoding="utf-8")

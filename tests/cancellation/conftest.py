@@ -168,7 +168,7 @@ def books(kv: Connector) -> list[str]:
         **{f"slots of {name} {number}": pool.count - pool.free for number, (name, pool) in enumerate(pools)},
         "claims on slots": sum(len(pool._waiting) for _, pool in pools),
         "plans with claims": 0 if worker._ring is None else worker._ring.claims.plans,
-        "open plans": halves.scheduler._plans.open,
+        "open plans": halves.scheduler.passes._plans.open,
         "calls": halves.calls.outstanding,
         "events": halves._poller.outstanding,
         "loads": worker._parts.reservations.active,

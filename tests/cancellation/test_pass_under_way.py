@@ -138,14 +138,14 @@ async def test_S1_a_pass_that_fails_to_be_noted_leaves_no_released_page_to_the_r
         server.prepare(table, 22, 47)
         plan = kv.plan_pass([Scheduled(request=request, computed_before=22, tokens=25, pages=table)])
         server.forward(LONG, table, 22, 47)
-        real, calls = kv._halves.scheduler.fence, iter(range(1, 100))
+        real, calls = kv._halves.scheduler.worker.fence, iter(range(1, 100))
 
         def fence():  # type: ignore[no-untyped-def]
             if next(calls) == failing:
                 raise DeviceError("lost")
             return real()
 
-        kv._halves.scheduler.fence = fence
+        kv._halves.scheduler.worker.fence = fence
         with pytest.raises(DeviceError, match="lost"):
             await kv.after_forward(plan)
         server.commit(table, 47)

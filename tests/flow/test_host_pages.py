@@ -255,7 +255,7 @@ async def test_D3_a_device_that_failed_before_the_fence_fails_the_load() -> None
         event = server.device.scatter(failing, 0, [50], buffer, [0], server.device.record())
         request = kv.open_request("r", TOKENS)
         offer = await request.lookup()
-        kv._halves.scheduler.fence = lambda: event
+        kv._halves.scheduler.worker.fence = lambda: event
         with pytest.raises(LoadFailed, match="copy_failed"):
             await request.reserve(offer, offer.tokens, server.allocate(TOKENS)).wait()
 

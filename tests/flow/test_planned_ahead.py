@@ -150,12 +150,12 @@ async def test_D6_a_native_cancellation_is_not_lost_behind_a_device_that_fails()
 
         task = asyncio.get_running_loop().create_task(kv.after_forward(plan))
         await anyio.sleep(0.001)
-        fence = kv._halves.scheduler.fence
-        kv._halves.scheduler.fence = fails  # type: ignore[assignment]
+        fence = kv._halves.scheduler.worker.fence
+        kv._halves.scheduler.worker.fence = fails  # type: ignore[assignment]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        kv._halves.scheduler.fence = fence
+        kv._halves.scheduler.worker.fence = fence
         await anyio.sleep(0.1)
         ring = kv.pressure().ring
         assert ring is not None
@@ -169,14 +169,14 @@ async def test_S2_a_device_that_fails_behind_the_copies_surfaces_and_gives_the_s
         server.prepare(table, 0, 42)
         plan = kv.plan_pass([Scheduled(request=request, computed_before=0, tokens=42, pages=table)])
         server.forward(PROMPT, table, 0, 42)
-        fence, calls = kv._halves.scheduler.fence, iter((True, False))
+        fence, calls = kv._halves.scheduler.worker.fence, iter((True, False))
 
         def second_fails() -> PassEvent:
             if next(calls):
                 return fence()
             raise DeviceError("gone")
 
-        kv._halves.scheduler.fence = second_fails
+        kv._halves.scheduler.worker.fence = second_fails
         with pytest.raises(DeviceError):
             await kv.after_forward(plan)
         await anyio.sleep(0.1)

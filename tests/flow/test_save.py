@@ -158,7 +158,7 @@ async def test_S7_finished_returns_only_after_the_puts_ended_and_the_pages_may_b
         request = kv.open_request("r", TOKENS)
         table = server.allocate(TOKENS)
         await server.compute(kv, request, TOKENS, table)
-        with anyio.move_on_after(100) as scope:
+        with anyio.move_on_after(50) as scope:
             await request.finished()
         assert scope.cancelled_caught
         assert [request.closed] == [False]

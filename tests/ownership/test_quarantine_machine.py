@@ -12,12 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves, SaveTicket
 from akv.plan.ending import WindowPages
 from akv.plan.hashing import Chain, scope_seed
+from akv.plan.lifecycle import Phase
 from akv.units import NO_PAGE
 from akv.values.messages import (
     GroupPages,

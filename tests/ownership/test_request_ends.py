@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from akv.errors import EngineContractError
-from akv.ownership.request_record import Phase
+from akv.plan.lifecycle import Phase
 from akv.values.messages import LoadState, SaveOrder
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 The machine plays an honest engine, `Worker` (in conftest.py) the flows of a worker half. Between them they know what each page
 holds, who owns it and which copies run, and so find a page that is given back while something touches it, and bytes that are
-published under a wrong hash. Covers S1, S2, S7, S12, D2, D6, D8, D9, M2, M6, M7.
+published under a wrong hash. A life may be preempted, and goes on with other pages. Covers S1, S2, S7, S12, D2, D6, D8, D9,
+M2, M6, M7.
 """
 
 from collections import Counter, deque
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from akv.errors import EngineContractError
-from akv.ownership.request_record import LoadHold, Phase, RequestRecord
+from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
 from akv.plan.hashing import Chain, scope_seed
+from akv.plan.lifecycle import Phase
 from akv.values.messages import (
     GroupPages,
     LoadOrder,
@@ -69,8 +71,9 @@ class Life:
 
 class RequestMachine(RuleBasedStateMachine):
     worker_half: "ClassVar[type[Worker]]"
-    #: Requests that came to their end, over all runs.
+    #: Requests that came to their end, and incarnations that were preempted, over all runs.
     closed: ClassVar[int] = 0
+    preempted: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class RequestMachine(RuleBasedStateMachine):
     # -- the engine
 
     def open_lives(self) -> list[Life]:
-        return [life for life in self.lives.values() if life.record.phase is Phase.OPEN]
+        return [life for life in self.lives.values() if life.record.is_open]
 
     @initialize(matched=st.tuples(st.integers(0, 2), st.integers(0, 2)))
     def two_requests_arrive(self, matched: tuple[int, int]) -> None:
@@ -160,12 +163,13 @@ class RequestMachine(RuleBasedStateMachine):
         for life, _, order, _ in parts:
             queued = None if order is None else self.requests.queue_save(order)
             if queued is not None:
-                assert life.record.phase is Phase.OPEN
+                assert life.record.is_open
                 self.queued(queued)
         for life, planned, _, first in parts:
-            if not life.closed:
-                self.compute(life, range(life.kv, planned))
-                life.kv = max(life.kv, planned)
+            if life.closed:
+                continue
+            self.compute(life, range(life.kv, planned))
+            life.kv = max(life.kv, planned)
             tail = tuple(life.table[first:planned])
             self.requests.ran(life.record, planned * T, planned, first, (tail,) * GROUPS)
             life.there.update(block for block in range(planned) if life.hashes[block] in self.known)
@@ -184,7 +188,7 @@ class RequestMachine(RuleBasedStateMachine):
             return  # so that most requests live long enough to get into trouble
         life = data.draw(st.sampled_from(list(self.lives.values())))
         record = life.record
-        before, was_open = set(record.saves), record.phase is Phase.OPEN
+        before, was_open = set(record.saves), record.is_open
         loading = record.load is not None
         if cancels:
             effects = self.requests.cancel(record)
@@ -193,6 +197,26 @@ class RequestMachine(RuleBasedStateMachine):
             effects = self.requests.finish(record, upto=min(record.computed, record.chain.length) // T)
         orders = [effect for effect in effects if isinstance(effect, SaveOrder)]
         assert not orders or (was_open and not cancels and not loading)
+        self.carry_out(effects)
+
+    @precondition(lambda self: self.lives and len(self.free_pages) >= BLOCKS)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        life = data.draw(st.sampled_from(list(self.lives.values())))
+        was_open = life.record.is_open
+        effects = self.requests.preempt(life.record)
+        assert bool(effects) is was_open
+        self.carry_out(effects)
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), another_time=st.integers(0, 2))
+    def a_hold_lasts_too_long(self, data: st.DataObject, another_time: int) -> None:
+        if another_time:
+            return
+        life = data.draw(st.sampled_from(list(self.lives.values())))
+        was_held = life.record.is_held
+        effects = self.requests.hold_expired(life.record)
+        assert bool(effects) is was_held
         self.carry_out(effects)
 
     @rule()
@@ -333,10 +357,10 @@ class RequestMachine(RuleBasedStateMachine):
     def close(self, request_id: str, incarnation: int) -> None:
         assert incarnation not in self.worker.given_back, "a request closed twice"
         life = self.lives.pop(incarnation)
-        assert (life.record.request_id, life.record.phase) == (request_id, Phase.CLOSED)
+        record = life.record
+        assert record.request_id == request_id
         self.worker.given_back.add(incarnation)
         life.closed = True
-        RequestMachine.closed += 1
         touching = {record.order.incarnation for record in self.worker.copies}
         touching |= {ticket.order.incarnation for ticket in self.worker.reads}
         assert incarnation not in touching, "pages were given back while a copy touches them"
@@ -344,12 +368,20 @@ class RequestMachine(RuleBasedStateMachine):
         self.free_pages += life.table
         # The next owner of these pages writes what it likes.
         self.worker.content.update({(group, page): None for group in range(GROUPS) for page in life.table})
+        if record.phase is Phase.CLOSED:
+            RequestMachine.closed += 1
+            return
+        assert (record.phase, record.load, record.saves, record.computed) == (Phase.OPEN, None, {}, 0)
+        RequestMachine.preempted += 1
+        # The same life, with other pages: what is in the pool is there still, and nothing is computed or on its way.
+        again = self.lives[record.incarnation] = Life(record, [self.free_pages.pop(0) for _ in range(BLOCKS)])
+        again.there = {block for block in life.there if record.marks.is_stored(block)}
 
     @invariant()
     def the_connectors_hands_hold_what_they_should(self) -> None:
         assert self.requests.pages.loading == {page for pages in self.lent.values() for page in pages}
         assert self.requests.pages.saving == Counter(page for _, pages in self.pinned.values() for page in pages)
-        assert [record.incarnation for record in self.requests.records] == sorted(self.lives)
+        assert sorted(record.incarnation for record in self.requests.records) == sorted(self.lives)
 
     @invariant()
     def no_mark_claims_a_block_that_nobody_vouches_for(self) -> None:
@@ -377,3 +409,4 @@ def test_S2_S7_S12_D2_D6_D8_D9_M6_M7_pages_are_given_back_once_and_never_touched
     RequestMachine.worker_half = worker
     run_state_machine_as_test(RequestMachine, settings=limits)
     assert RequestMachine.closed >= 2 * limits.max_examples, "each run opens two requests at least, and closes them"
+    assert RequestMachine.preempted > limits.max_examples / 10

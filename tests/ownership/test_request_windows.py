@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from akv.errors import EngineContractError
-from akv.ownership.request_record import Phase
 from akv.plan.ending import WindowPages
+from akv.plan.lifecycle import Phase
 from akv.units import NO_PAGE
 from akv.values.messages import LoadState, PagesReleased, SaveOrder
 

@@ -180,6 +180,7 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("snapshot_device_bytes", "1MB"),
     ("resave_min_tokens", -1),
     ("save_generated", "no"),
+    ("save_hold_max_s", 0.0),
     ("save_backoff_s", 0.0),
     ("poll_tick_s", 0.0005),
     ("poll_tick_s", math.inf),
