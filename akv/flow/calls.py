@@ -6,9 +6,10 @@ slots, and only the call's own end, delivered on the loop, lets go of them and o
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from anyio import CapacityLimiter, Event
+from anyio import CancelScope, CapacityLimiter, Event
 from anyio.lowlevel import checkpoint
 
 from akv.errors import AkvError
@@ -92,8 +93,10 @@ class CallDesk:
         pages: GroupPages | None = None,
         begin: Callable[[], bool] = always,
         end: Callable[[], None] = nothing,
+        waiting: Callable[[], AbstractContextManager[CancelScope]] = CancelScope,
     ) -> Any:
-        """Run `call` and return its value, or raise what it raised. None if `begin` refused: then nothing was started.
+        """Run `call` and return its value, or raise what it raised. None if `begin` refused, or what `waiting` gives was
+        cancelled in the wait for a place: then nothing was started.
 
         `pages`, `begin` and `end` are for a call that touches the engine's pages: these, and `begin` is asked when the call
         has a place, with no wait between it and the start; `end` is called exactly once for each `begin` that agreed, when the
@@ -103,7 +106,10 @@ class CallDesk:
         ticket's slots stay out of use until it returned, and `end` is called then.
         """
         place = object()
-        await self._places[kind].acquire_on_behalf_of(place)
+        with waiting() as wait:
+            await self._places[kind].acquire_on_behalf_of(place)
+        if wait.cancelled_caught:
+            return None
         if not begin():
             self._places[kind].release_on_behalf_of(place)
             return None

@@ -131,7 +131,7 @@ def _all_good(
             for block_hash, state in failed
             if asked is CallKind.GET and state not in (KeyState.LEASE_EXPIRED, KeyState.UNAVAILABLE)
         )
-        report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [first])[0], state, bad))
+        report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, [first])[0], state.value, bad))
     return record.verdict is None
 
 

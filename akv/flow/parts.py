@@ -93,9 +93,10 @@ async def store_call(
 
     **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
+    unasked = [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
     if not parts.gate.lets_through():
         await checkpoint()
-        return [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
+        return unasked
     keys = parts.keys.keys(batch.group, batch.hashes)
     sizes = [parts.page_bytes[batch.group]] * len(keys)
 
@@ -114,7 +115,12 @@ async def store_call(
         end()
 
     answers: Sequence[KeyAnswer] | None
-    answers = await parts.desk.run(kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended)
+    answers = await parts.desk.run(
+        kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended, waiting=parts.gate.ending_waits
+    )
+    if not times:
+        # The gate shut in the wait for a place, which calls that hang may hold for longer than anybody has.
+        return unasked
     # Seen from the loop a call takes longer than in its thread, never less: the lease began behind the first of these times,
     # and the last byte came before the second. A slow loop may fail a get that was in time, but none that was late passes.
     if kind is CallKind.GET and answers is not None and times[1] - times[0] > parts.lease_s:
