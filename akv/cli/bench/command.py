@@ -1,9 +1,10 @@
 """The options of `akv bench`."""
 
 import sys
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import msgspec
@@ -11,7 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
+from akv.errors import DependencyError
 
 
 class Loop(StrEnum):
@@ -24,13 +27,8 @@ class Loop(StrEnum):
 
 def add_bench(app: typer.Typer) -> None:
     """Add the group of commands to the command line."""
-    bench = typer.Typer(help="Measurements that can be repeated. They report, and judge nothing.", no_args_is_help=True)
+    bench = typer.Typer(help="Measurements that can be repeated.", no_args_is_help=True)
     app.add_typer(bench, name="bench")
-
-    @bench.callback()
-    def _group() -> None:
-        # With one command only, typer would leave its name out.
-        """Measurements that can be repeated. They report, and judge nothing."""
 
     @bench.command()
     def lookup(
@@ -40,13 +38,60 @@ def add_bench(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     ) -> None:
         """Measure lookups of a long prompt against an embedded pool, and how late the loop wakes meanwhile."""
-        options: dict[str, Any] = {"use_uvloop": True} if backend is Loop.UVLOOP else {}
-        run = partial(bench_lookup, backend.value, tokens, lookups)
-        figures = anyio.run(run, backend="trio" if backend is Loop.TRIO else "asyncio", backend_options=options)
+        figures = _run(partial(bench_lookup, backend.value, tokens, lookups), backend)
         if as_json:
             sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
         else:
             _show(figures)
+
+    @bench.command()
+    def faults(
+        backend: Annotated[Loop, typer.Option(help="The event loop of the server.")] = Loop.ASYNCIO,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    ) -> None:
+        """Freeze and kill the master of an embedded pool, and the holder of the pages, under requests that load them.
+
+        Takes half a minute. Exits with 1 if a request is lost, differs from a cold run or takes too long, with 2 if it cannot
+        be run.
+        """
+        try:
+            from akv.cli.bench.faults.run import bench_faults  # noqa: PLC0415 - loads torch
+        except ImportError as error:
+            raise DependencyError(f"this needs torch beside the store: pip install 'akv[demo]' ({error})") from error
+        figures = _run(partial(bench_faults, backend.value), backend)
+        if as_json:
+            sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
+        else:
+            _show_faults(figures)
+        raise typer.Exit(code=1 if figures.missed else 0)
+
+
+_Measured = TypeVar("_Measured")
+
+
+def _run(measure: Callable[[], Awaitable[_Measured]], loop: Loop) -> _Measured:
+    options: dict[str, Any] = {"use_uvloop": True} if loop is Loop.UVLOOP else {}
+    return anyio.run(measure, backend="trio" if loop is Loop.TRIO else "asyncio", backend_options=options)
+
+
+def _show_faults(figures: Figures) -> None:
+    table = Table(
+        *("", "requests", "lost", "differ", "cold s", "with it s", "pages again after s"),
+        *("longest lookup s", "lookups meanwhile, p95 ms"),
+        title=f"a master or a holder of pages that is gone, on {figures.backend}",
+    )
+    for fault in figures.faults:
+        lookups = fault.lookups
+        table.add_row(
+            fault.fault.value.replace("_", " "),
+            *(str(fault.requests), str(fault.lost), str(fault.differing)),
+            *(f"{fault.cold_s:.2f}", f"{fault.slowest_s:.2f}", "" if fault.again_s is None else f"{fault.again_s:.2f}"),
+            *("", "") if lookups is None else (f"{lookups.longest_s:.3f}", f"{1000 * lookups.while_open_p95_s:.2f}"),
+        )
+    console = Console()
+    console.print(table)
+    for sentence in figures.missed:
+        console.print(sentence)
 
 
 def _show(figures: LookupFigures) -> None:
