@@ -84,6 +84,9 @@ class Connector:
             async with ended_with_block(req.finished, cancelled, released, grace_s):
                 yield req
         finally:
+            if req.closed:
+                # Also where the cancellation came in the instant of its end, and no wait returned.
+                req._told()
             if not released():
                 observe.emit(observe.REQUEST_UNRELEASED, request_id=request_id, incarnation=req.incarnation, grace_s=grace_s)
 

@@ -177,8 +177,11 @@ class Request:
         if incarnation not in self._unnamed:
             self._unnamed.append(incarnation)
         await self._halves.notices.until(incarnation, ended)
-        # Whoever waited here has been told; in the list of `completed()` it would only grow if nobody fetches that.
-        for number in (*self._load_ids, incarnation):
+        self._told(incarnation)
+
+    def _told(self, *ended: int) -> None:
+        """Whoever waited for its end has been told; in the list of `completed()` it would only grow if nobody fetches that."""
+        for number in (*self._load_ids, *self._unnamed, *ended, self.incarnation):
             self._halves.fetched(number)
 
     def _name(self) -> PagesPerGroup:
