@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from akv import Connector, EngineContractError, LoadCancelled, LoadState, Request
-from akv.ownership.request_record import Phase
+from akv.plan.lifecycle import Phase
 from akv.ports.calls import CallKind
 from akv_testing import run_virtual, settle
 from akv_testing.clock import BACKENDS
