@@ -6,6 +6,7 @@ which block; the engine's tensors hold the bytes. Read `cache.py` first.
 
 from akv.host.booking import Window
 from akv.host.cache import PagedCache
+from akv.host.preemption import youngest_behind
 from akv.host.sequence import Hold, PagedSequence
 
-__all__ = ["Hold", "PagedCache", "PagedSequence", "Window"]
+__all__ = ["Hold", "PagedCache", "PagedSequence", "Window", "youngest_behind"]

@@ -81,17 +81,19 @@ class PagedCache:
 
     @property
     def available_pages(self) -> tuple[int, ...]:
-        """Pages of each group that an admission can get at this moment; of a window group, those that nobody has booked."""
+        """Pages of each group that an admission can get at this moment: what nobody holds and nobody has booked."""
         unbooked = {pool.rule.group: pool.unbooked for pool in self._holdings.pools}
         return tuple(
-            unbooked[group] if group in unbooked else free + self._holdings.tree.idle
+            unbooked[group] if group in unbooked else free + self._holdings.tree.idle - self._holdings.booked
             for group, free in enumerate(self.free_pages)
         )
 
     @property
     def available_blocks(self) -> int:
-        """Blocks of full attention that an admission can get at this moment: free, or cached and held by nobody."""
-        return self._holdings.available
+        """Blocks of full attention that an admission can get at this moment: free, or cached and held by nobody; and booked
+        by nobody (D7).
+        """
+        return self._holdings.unbooked
 
     @property
     def cached_blocks(self) -> int:
@@ -120,27 +122,39 @@ class PagedCache:
         return len(self._match(bytes(encode_confirmed(tokens, 0)), scope)) * self.tokens_per_block
 
     def admit(
-        self, tokens: Tokens, capacity_tokens: int, scope: Scope = EMPTY_SCOPE, *, reuse: bool = True
+        self,
+        tokens: Tokens,
+        capacity_tokens: int,
+        scope: Scope = EMPTY_SCOPE,
+        *,
+        reuse: bool = True,
+        booked_tokens: int = 0,
     ) -> PagedSequence | None:
-        """Book pages for a sequence that will grow to `capacity_tokens`; None if they are not there: nothing was taken then.
+        """Have pages for the first `capacity_tokens` tokens of a sequence; None if they are not there: nothing was taken then.
 
         What is already computed is shared, the rest comes from free pages and, if these are short, from evicted blocks,
         least recently used leaf first. `reuse=False` neither shares nor leaves anything for others (cold runs).
+
+        `booked_tokens`: up to where `PagedSequence.grow()` is sure to find pages, if that is further. What lies between is
+        booked, a count and not pages, and nobody else gets it, growing sequences included (D7). Book the whole prompt of
+        whoever loads a part of it: else parked loads may take each other the pages for the rest, for ever.
+
         In window groups a count is booked, and pages come with `PagedSequence.prepare()`, which therefore never fails.
-        None says nothing about the future: `fits()` does. Raises EngineContractError for an empty sequence or a capacity
-        below its length, TokenError for a token outside int64.
+        None says nothing about the future: `fits()` does. Raises EngineContractError for an empty sequence or one that is
+        longer than what it is admitted for, TokenError for a token outside int64.
         """
         encoded = bytes(encode_confirmed(tokens, 0))
         length = len(encoded) // TOKEN_BYTES
-        if not 0 < length <= capacity_tokens:
-            raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {capacity_tokens}")
+        assured = max(capacity_tokens, booked_tokens)
+        if not 0 < length <= assured:
+            raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {assured}")
         matched = self._match(encoded, scope) if reuse else []
-        blocks = self.blocks_for(capacity_tokens)
-        bookings = [_booking(pool, blocks, len(matched)) for pool in self._holdings.pools]
+        blocks, all_blocks = max(self.blocks_for(capacity_tokens), len(matched)), self.blocks_for(assured)
+        bookings = [_booking(pool, all_blocks, len(matched)) for pool in self._holdings.pools]
         if any(booking > pool.unbooked for booking, pool in zip(bookings, self._holdings.pools, strict=True)):
             return None
         self._holdings.hold(matched)  # before taking: what is about to be shared must not be evicted for the rest
-        fresh = self._holdings.take(blocks - len(matched))
+        fresh = self._holdings.take(blocks - len(matched), beside=all_blocks - blocks)
         if fresh is None:
             self._holdings.let_go(matched)
             return None
@@ -158,6 +172,7 @@ class PagedCache:
             fresh,
             tables,
             reuse=reuse,
+            booked_blocks=all_blocks - blocks,
         )
 
     def pages_released(self, pages: PagesPerGroup) -> None:

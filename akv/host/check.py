@@ -17,7 +17,7 @@ def inconsistencies(holdings: Holdings) -> list[str]:
             id(block): block for blocks in [*(blocks for blocks, _ in holdings.held.values()), cached] for block in blocks
         }.values()
     )
-    wrong = [*_of_blocks(known, held), *_of_tree(holdings, cached)]
+    wrong = [*_of_blocks(known, held), *_of_tree(holdings, cached), *_of_rests(holdings)]
     free = holdings.free_pages()
     for at, group in enumerate(holdings.full):
         wrong += _of_pages(
@@ -47,6 +47,16 @@ def _of_tree(holdings: Holdings, cached: list[Block]) -> Iterator[str]:
     idle = sum(not block.holders for block in cached)
     if idle != tree.idle:
         yield f"the tree counts {tree.idle} idle blocks and has {idle}"
+
+
+def _of_rests(holdings: Holdings) -> Iterator[str]:
+    if holdings.booked != sum(holdings.rests.values()):
+        yield f"{holdings.booked} blocks are booked, by their holders {sum(holdings.rests.values())}"
+    if holdings.booked > holdings.available:
+        yield f"{holdings.booked} blocks are booked, and there are {holdings.available}"
+    gone = sorted(set(holdings.rests) - set(holdings.held))
+    if gone:
+        yield f"blocks are booked for {gone}, who hold nothing any more"
 
 
 def _of_pages(holdings: Holdings, group: int, owners: Counter[int]) -> Iterator[str]:

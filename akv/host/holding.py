@@ -23,12 +23,21 @@ class Holdings:
         self.page_counts = tuple(page_counts)
         #: The blocks and window pages of each live holder.
         self.held: dict[int, tuple[list[Block], list[WindowTable]]] = {}
+        #: Blocks that each holder may still take, whatever others do (D7). Counts, not pages: those change hands meanwhile.
+        self.rests: dict[int, int] = {}
+        #: All rests together. Never more than `available`: that is what makes them worth anything.
+        self.booked = 0
         self._next = 0
 
     @property
     def available(self) -> int:
         """Blocks that can be had now: free, or idle in the tree."""
         return self.free.blocks + self.tree.idle
+
+    @property
+    def unbooked(self) -> int:
+        """Of these, the blocks that are nobody's rest."""
+        return self.available - self.booked
 
     def free_pages(self) -> tuple[tuple[PageIndex, ...], ...]:
         """The free pages of every layer group."""
@@ -48,16 +57,27 @@ class Holdings:
     def release(self, holder: int) -> None:
         """End a holder: let go of all its blocks and window pages. Idempotent."""
         blocks, tables = self.held.pop(holder, ([], []))
+        self.book(holder, 0)
         for table in tables:
             table.release()
         self.let_go(blocks)
 
-    def take(self, blocks: int) -> list[Block] | None:
-        """New blocks, held once, from free pages, then from evicted ones; None, and nothing changed, if there are too few."""
+    def book(self, holder: int, blocks: int) -> None:
+        """Have `blocks` as a holder's rest from here on; the caller has looked that so many are unbooked."""
+        self.booked += blocks - self.rests.pop(holder, 0)
+        if blocks:
+            self.rests[holder] = blocks
+
+    def take(self, blocks: int, *, own: int = 0, beside: int = 0) -> list[Block] | None:
+        """New blocks, held once, from free pages, then from evicted ones; None, and nothing changed, if there are too few.
+
+        What others booked does not count as there. `own`: how many of them are the caller's rest, which it books less of next.
+        `beside`: how many more there have to be, for the caller to book.
+        """
         # Looked at before anything is evicted: an admission that fails must not have emptied the cache.
-        missing = blocks - self.free.blocks
-        if missing > self.tree.idle:
+        if blocks + beside - own > self.unbooked:
             return None
+        missing = blocks - self.free.blocks
         if missing > 0:
             self.evict(missing)
         taken = self.free.take(blocks)

@@ -71,8 +71,10 @@ class PagedSequence(Hold):
         tables: list[WindowTable],
         *,
         reuse: bool,
+        booked_blocks: int,
     ) -> None:
         super().__init__(holdings, quarantine, matched + fresh, tables)
+        holdings.book(self._holder, booked_blocks)
         self._tokens_per_block = tokens_per_block
         self._scope = scope
         self._encoded = bytearray(encoded)
@@ -101,6 +103,15 @@ class PagedSequence(Hold):
     def capacity_tokens(self) -> int:
         """Tokens whose KV fits into the pages."""
         return len(self._table) * self._tokens_per_block
+
+    @property
+    def assured_tokens(self) -> int:
+        """Tokens up to which `grow()` finds pages whatever others do: what there are pages for, and what is booked."""
+        return self.capacity_tokens + self._booked_blocks * self._tokens_per_block
+
+    @property
+    def _booked_blocks(self) -> int:
+        return self._holdings.rests.get(self._holder, 0)
 
     def page_tables(self) -> tuple[tuple[PageIndex, ...], ...]:
         """For each layer group, the page of block i at position i: what `Scheduled.pages` and `Request.reserve()` take.
@@ -237,8 +248,10 @@ class PagedSequence(Hold):
         self._loading = None
 
     def grow(self, capacity_tokens: int) -> bool:
-        """Book further pages, up to `capacity_tokens` in all; False if they are not there: nothing was taken then.
+        """Have further pages, up to `capacity_tokens` in all; False if they are not there: nothing was taken then.
 
+        What the sequence booked at admission is there; beyond that only what nobody has booked (D7). False means: wait until
+        pages come free, or give a younger sequence's back (`akv.host.youngest_behind()`).
         With window groups, not after `hold()`: EngineContractError.
         """
         self._refuse_if_released()
@@ -248,9 +261,13 @@ class PagedSequence(Hold):
         for table, booking in zip(self._windows, bookings, strict=True):
             if booking - table.booked > table.pool.unbooked:
                 return False
-        fresh = self._holdings.take(blocks - len(self._table))
+        rest, more = self._booked_blocks, blocks - len(self._table)
+        fresh = self._holdings.take(more, own=min(rest, more))
+        if fresh is None and self._merge():
+            fresh = self._holdings.take(more, own=min(rest, more))
         if fresh is None:
             return False
+        self._holdings.book(self._holder, max(0, rest - more))
         for table, booking in zip(self._windows, bookings, strict=True):
             table.book(booking)
         self._table.extend(fresh)
@@ -284,6 +301,8 @@ class PagedSequence(Hold):
             key = bytes(self._encoded[number * size : (number + 1) * size])
             resident = self._holdings.tree.insert(self._scope, self._path[-1] if self._path else None, key, own)
             if resident is not own:
+                if not resident.holders and not self._holdings.unbooked:
+                    return  # to hold it beside our own would take a block that somebody booked; the next commit tries again
                 # Held although we do not read it: what we insert behind it must not outlive it (the tree's invariant). And
                 # whoever holds that too has to hold this as well.
                 for holder in (self, *(hold for hold in self._holds if not hold.released)):
@@ -292,6 +311,25 @@ class PagedSequence(Hold):
             for table in self._windows:
                 table.offer(number, resident)
             self._path.append(resident)
+
+    def _merge(self) -> bool:
+        """Give back pages of blocks that were computed twice and that nobody else holds any more; whether there were any.
+
+        Equal tokens that two sequences compute at the same time are two blocks, and the second sequence holds both. Without
+        this it could wait for a page that it holds itself. Our page stays where it is, since it may be read or be in a table:
+        the block in the tree takes it over.
+        """
+        twice = [
+            (number, own, resident)
+            for number, (own, resident) in enumerate(zip(self._table, self._path, strict=False))
+            if resident is not own and resident.holders == 1 and not own.barred and not resident.barred
+        ]
+        for number, own, resident in twice:
+            own.pages, resident.pages = resident.pages, own.pages
+            self._table[number] = resident
+            self._held.remove(own)
+            self._holdings.let_go([own])
+        return bool(twice)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._tokens_per_block)

@@ -27,16 +27,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PagedCache(T, (first, second))
         self.content: tuple[dict[int, object], dict[int, object]] = ({}, {})
 
-    @rule(tokens=TOKENS, more=st.integers(0, 6), scope=st.sampled_from(SCOPES), reuse=st.booleans())
-    def admit(self, tokens: list[int], more: int, scope: Scope, reuse: bool) -> None:
-        capacity = len(tokens) + more
+    @rule(tokens=TOKENS, more=st.integers(-6, 6), booked=st.integers(0, 6), scope=st.sampled_from(SCOPES), reuse=st.booleans())
+    def admit(self, tokens: list[int], more: int, booked: int, scope: Scope, reuse: bool) -> None:
+        capacity, assured = max(0, len(tokens) + more), len(tokens) + booked
         expected = self.cache.match(tokens, scope) if reuse else 0
         available, cached = self.cache.available_blocks, self.cache.cached_blocks
-        sequence = self.cache.admit(tokens, capacity, scope, reuse=reuse)
+        sequence = self.cache.admit(tokens, capacity, scope, reuse=reuse, booked_tokens=assured)
         if sequence is None:
             assert (self.cache.available_blocks, self.cache.cached_blocks) == (available, cached)
             # Shared blocks may be idle ones, so they count on both sides; without any, the answer must be exact.
-            assert expected or self.cache.blocks_for(capacity) > available
+            assert expected or self.cache.blocks_for(max(capacity, assured)) > available
             return
         assert sequence.local_tokens == expected
         for group, table in enumerate(sequence.page_tables()):
@@ -51,7 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject, share: float) -> None:
         if self.live:
             sequence, scope, tokens = data.draw(st.sampled_from(self.live))
-            done = int(share * len(tokens))
+            done = int(share * min(len(tokens), sequence.capacity_tokens))
             for group, table in enumerate(sequence.page_tables()):
                 for block in range(sequence.local_tokens // T, done // T):
                     self.content[group][table[block]] = (scope, tuple(tokens[: (block + 1) * T]))
@@ -64,6 +64,17 @@ class CacheMachine(RuleBasedStateMachine):
             if sequence.grow(len(tokens) + 1):
                 sequence.append([token])
                 tokens.append(token)
+
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def grow_into_what_is_booked(self, data: st.DataObject, share: float) -> None:
+        if self.live:
+            sequence, _, _ = data.draw(st.sampled_from(self.live))
+            before = sequence.page_tables()
+            assert sequence.grow(int(share * sequence.assured_tokens))
+            for group, table in enumerate(sequence.page_tables()):
+                assert table[: len(before[group])] == before[group]
+                for page in table[len(before[group]) :]:
+                    self.content[group][page] = "not computed"
 
     @rule(data=st.data(), hold=st.booleans())
     def leave(self, data: st.DataObject, hold: bool) -> None:
