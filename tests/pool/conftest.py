@@ -176,6 +176,13 @@ def hasty_master() -> Iterator[str]:
         yield address
 
 
+@pytest.fixture
+def brief_master() -> Iterator[str]:
+    """The address of a master whose leases end after a second."""
+    with _running_master("--default_kv_lease_ttl=1000") as (address, _):
+        yield address
+
+
 @pytest.fixture(scope="session")
 def pool(master: str) -> Iterator[MooncakePool]:
     """A client of it that lends 64 MiB."""
