@@ -31,6 +31,7 @@ from akv.plan.terms import terms_of
 from akv.plan.tokens import Tokens
 from akv.plan.window_search import window_groups
 from akv.ports import Ports
+from akv.ports.calls import CallKind
 from akv.ports.device import PassEvent
 from akv.services.holds import HoldClock
 from akv.settings import Settings
@@ -57,6 +58,7 @@ class SchedulerHalf:
         capabilities: EngineCapabilities,
     ) -> None:
         self._settings = settings
+        self._desk = desk
         windows = window_groups(layout.groups)
         self._tokens_per_block = layout.tokens_per_block
         self._page_counts = ports.device.page_counts
@@ -233,6 +235,9 @@ class SchedulerHalf:
             return LookupOutcome.NOT_READING
         if record.failed_loads >= self._settings.max_load_attempts:
             return LookupOutcome.LOADS_FAILED
+        if self._desk.hangs(CallKind.GET):
+            # A holder that stands still: the client waits for it a minute, and no load could begin before its deadline.
+            return LookupOutcome.UNAVAILABLE
         parked = sum(other.load is not None for other in self.requests.records)
         return LookupOutcome.OVERLOADED if parked >= self._settings.max_parked_loads else None
 

@@ -241,6 +241,10 @@ class CallDesk:
         if errors:
             raise errors[0]
 
+    def hangs(self, kind: CallKind) -> bool:
+        """Whether calls that nobody waits for any more have every place of this kind, so that none can begin."""
+        return self._records.given_up_of(kind) >= self._places[kind].total_tokens
+
     def no_more_ends(self) -> None:
         """Whoever delivers the ends of calls has stopped. What waits for one uncut would never return, cancelled or not."""
         waits, self._uncut = self._uncut or (), None

@@ -36,6 +36,10 @@ class StoreCalls:
         """Calls that have not returned and that nobody waits for."""
         return sum(record.given_up for record in self._running)
 
+    def given_up_of(self, kind: str) -> int:
+        """Of these, the calls of one kind."""
+        return sum(record.given_up and record.kind == kind for record in self._running)
+
     @property
     def pages(self) -> list[GroupPages]:
         """The engine's pages that calls touch which have not returned, a batch for each call."""

@@ -24,7 +24,7 @@ class LookupOutcome(StrEnum):
     UNALIGNED = "unaligned"
     #: The pool did not answer within `lookup_deadline_s`.
     DEADLINE = "deadline"
-    #: The pool cannot be asked at present.
+    #: The pool cannot be asked at present, or calls that hang leave no room for a load.
     UNAVAILABLE = "unavailable"
     #: As many loads are under way as `max_parked_loads` allows: computing is sooner than waiting for another.
     OVERLOADED = "overloaded"

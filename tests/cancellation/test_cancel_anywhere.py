@@ -114,15 +114,18 @@ async def test_D6_waiting_for_slots_the_claim_is_withdrawn() -> None:
         stuck = [(await server.load(kv, f"stuck{number}", TOKENS))[0] for number in range(2)]
         await gate.reached()
         await settle()
+        waiting = kv.open_request("waiting", TOKENS)
+        offer, table = await waiting.lookup(), server.allocate(TOKENS)
         for request in stuck:
             await cancelled_at_once(request)
         # Both shares are in quarantine, so the next load waits for slots.
-        waiting, load, table = await server.load(kv, "waiting", TOKENS)
+        load = waiting.reserve(offer, offer.tokens, table)
         await settle()
         assert load.state is None
         await cancelled_at_once(waiting)
         server.free(table)
         gate.release()
+        await settle()
         await goes_on(server, kv)
     assert server.left_behind() == []
 
