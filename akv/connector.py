@@ -22,7 +22,7 @@ from akv.ports import Ports
 from akv.ports.calls import CallKind
 from akv.request import Request
 from akv.services.notices import Changed
-from akv.settings import Settings, check_settings, check_staging
+from akv.settings import Settings, check_backlog, check_settings, check_staging
 from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities, check_capabilities
 from akv.values.layout import Layout, check_layout
 from akv.values.messages import PagesPerGroup, PassPlan, pages_per_group
@@ -112,7 +112,8 @@ class Connector:
     def pressure(self) -> Pressure:
         """How busy the connector is, for admission (V4). A snapshot; changes nothing."""
         self._halves.latch.check()
-        return self._halves.worker.pressure(self._halves.calls, self._halves.breaker.state)
+        halves = self._halves
+        return halves.worker.pressure(halves.calls, halves.scheduler.backlog, halves.breaker.state)
 
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """Plan the saves of one coming pass, and ask for the slots of its window pages. Changes no request and no mark: a plan
@@ -201,6 +202,7 @@ async def _open_connector(
     check_layout(layout)
     check_capabilities(capabilities, layout)
     check_staging(settings, layout.largest_page_bytes)
+    check_backlog(settings, sum(group.bytes_per_page for group in layout.groups if not group.is_window))
     if layout.world != 1:
         raise SettingsError(
             "layout.world", layout.world, "this connector serves one rank", "Use a layout of one rank, world=1."

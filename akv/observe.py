@@ -214,13 +214,23 @@ SAVE_DROPPED = _event(
     "Blocks were withdrawn before they were read, or before the pool was seen to hold their window pages: their request was "
     "cancelled, or their pass never ran.",
 )
+BACKLOG_FULL = _event(
+    "akv.save.backlog_full",
+    "info",
+    "requests blocks window_pages listed_again backlog_bytes backlog_passes",
+    "Of what one pass, or the end of a request, handed over for saving the backlog had no room for `blocks` blocks of full "
+    "attention, the last of each request's, and for `window_pages` pages of windows. The blocks are refused and offered again "
+    "after `save_backoff_s`, as long as their request holds the pages; the window pages are lost. `listed_again` blocks are "
+    "in the pool as far as known, and their lease is not renewed. The pool takes pages more slowly than passes compute them: "
+    "raise `savers`, or `backlog_bytes` and `backlog_passes` if it catches up between bursts.",
+)
 SNAPSHOT_DROPPED = _event(
     "akv.snapshot.dropped",
     "info",
     "request_id incarnation pages reason",
     'Window pages of a prompt\'s end were not copied, so a later lookup falls back to an earlier end. `reason`: "no_slots" in '
     'time, raise `snapshot_slots` or `snapshot_wait_ms`; "too_large" for all slots together, raise `snapshot_slots`; '
-    '"cancelled", the pass or the request was.',
+    '"cancelled", the pass or the request was; "backlog_full", as akv.save.backlog_full.',
 )
 SAVE_HOLD_EXPIRED = _event(
     "akv.save.hold_expired",

@@ -19,6 +19,7 @@ from akv.pass_parts import Part, PassParts, Planned
 from akv.plan.ending import Ending
 from akv.plan.hashing import Chain
 from akv.ports.device import PassEvent
+from akv.services.reporter import report_shed
 from akv.settings import Settings
 from akv.values.messages import LoadOrder, PassPlan, SaveOrder, Withdrawal
 from akv.values.requests import Scheduled
@@ -154,9 +155,11 @@ class Passes:
                 # Behind the copies: whatever waits for the pass's event then waits for them, too (S3).
                 after = self._worker.fence()
             copied = (order for order in planned.plan.saves if order.save_id in snapshots or not order.snapshot)
-            queued = [q for order in copied if (q := self._requests.queue_save(order)) is not None]
+            queued, shed = self._requests.queue_saves(copied, current_time())
             if queued:
                 self._worker.accept_saves(queued, after, snapshots)
+            if shed is not None:
+                report_shed(shed)
         finally:
             handed_over = {order.save_id for order in queued}
             for save_id, snapshot in snapshots.items():

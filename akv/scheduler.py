@@ -16,11 +16,13 @@ from akv.flow.calls import CallDesk
 from akv.flow.gate import PoolGate
 from akv.flow.lookup import LookupParts, hash_in_slices, look_up
 from akv.flow.reserve import reserve
+from akv.ownership.backlog import SaveBacklog, Shed
 from akv.ownership.negative_keys import NegativeKeys
 from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
 from akv.pass_parts import PassParts
 from akv.passes import Passes, WorkerEntries
+from akv.plan.backlog import BacklogBounds
 from akv.plan.ending import Ending
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.keys import KeySpace
@@ -34,6 +36,7 @@ from akv.ports import Ports
 from akv.ports.calls import CallKind
 from akv.ports.device import PassEvent
 from akv.services.holds import HoldClock
+from akv.services.reporter import report_shed
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
@@ -89,7 +92,11 @@ class SchedulerHalf:
             layout, self._page_counts, self._ending, saves=self._saves, save_generated=settings.save_generated
         )
         forgetful = [window.group for window in windows]
-        self.requests = Requests(groups=len(layout.groups), backoff_s=settings.save_backoff_s, windows=forgetful)
+        bounds = BacklogBounds(settings.backlog_bytes, settings.backlog_passes)
+        self.backlog = SaveBacklog([group.bytes_per_page for group in layout.groups], bounds)
+        self.requests = Requests(
+            groups=len(layout.groups), backoff_s=settings.save_backoff_s, windows=forgetful, backlog=self.backlog
+        )
         self.holds = HoldClock(settings.save_hold_max_s, lambda record: self._carry_out(self.requests.hold_expired(record)))
         self.worker = WorkerEntries()
         self.passes = Passes(settings, self.requests, self._reader, self._ending, self.worker)
@@ -223,6 +230,8 @@ class SchedulerHalf:
                     if after is None:
                         raise AssertionError("a save needs the event of the pass that computed it")
                     self.worker.accept_saves([effect], after, {})
+                case Shed():
+                    report_shed(effect)
                 case SavesCompleted():
                     self.holds.end(effect.request_id, effect.incarnation)
                     self._ended(effect)

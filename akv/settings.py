@@ -14,7 +14,15 @@ from typing import Any
 import msgspec
 
 from akv.errors import SettingsError
-from akv.settings_checks import Refused, check_settings, check_staging, checked, is_section, setting_types
+from akv.settings_checks import (
+    Refused,
+    check_backlog,
+    check_settings,
+    check_staging,
+    checked,
+    is_section,
+    setting_types,
+)
 from akv.settings_sources import (
     CONFIG_VARIABLE,
     MOONCAKE_VARIABLE,
@@ -34,6 +42,7 @@ __all__ = [
     "ExplainedSettings",
     "Settings",
     "StoreSettings",
+    "check_backlog",
     "check_settings",
     "check_staging",
     "explain_settings",

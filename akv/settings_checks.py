@@ -57,6 +57,21 @@ def check_staging(settings: Settings, largest_page_bytes: int) -> None:
         raise refused.error() from None
 
 
+def check_backlog(settings: Settings, block_bytes: int) -> None:
+    """Refuse a backlog that has no room for one block, of `block_bytes` bytes over all full-attention groups: nothing could
+    ever be saved.
+
+    Raises SettingsError naming `backlog_bytes` and the least that would do. Takes settings that are checked already.
+    """
+    if settings.role != "consumer" and settings.backlog_bytes < block_bytes:
+        raise Refused(
+            "backlog_bytes",
+            settings.backlog_bytes,
+            f"it has no room for one block of {block_bytes} bytes, so nothing could be saved",
+            f"Give at least {block_bytes} bytes; what one pass computes, if its pages are to be saved whole.",
+        ).error()
+
+
 def checked(source: Settings | Mapping[str, Any]) -> Settings:
     """As `check_settings`, for a caller that knows where each value came from: raises Refused, and no SettingsError."""
     settings: Settings = _build(Settings, source, at="")

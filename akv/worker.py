@@ -19,6 +19,7 @@ from akv.flow.parts import WorkerParts
 from akv.flow.save import save
 from akv.flow.snapshot import Ring, RingNews, Snapshot, take_snapshots
 from akv.flow.staging import Staging
+from akv.ownership.backlog import SaveBacklog
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotPool
@@ -181,12 +182,14 @@ class WorkerHalf:
         half_of_staging = sum(staging.buffer.nbytes for staging in self.stagings) // 2
         return slots * self._slot_bytes + pages > (self._settings.quarantine_max_bytes or half_of_staging)
 
-    def pressure(self, calls: StoreCalls, breaker: BreakerState) -> Pressure:
+    def pressure(self, calls: StoreCalls, backlog: SaveBacklog, breaker: BreakerState) -> Pressure:
         """How busy it is (V4)."""
         reservations, saves = self._parts.reservations, self._parts.saves
         loading, saving = (_pressure(staging.slots) for staging in self.stagings)
         return Pressure(
-            backlog_bytes=self._reporter.backlog_bytes,
+            backlog_bytes=backlog.bytes,
+            backlog_passes=backlog.passes,
+            backlog_refused_blocks=backlog.refused_blocks,
             backlog_saves=saves.active,
             queued_loads=reservations.queued,
             parked_loads=reservations.active,

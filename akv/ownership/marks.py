@@ -1,10 +1,11 @@
-"""How far the saving of one request's blocks has come (S2).
+"""How far the saving of one request's blocks has come (S2, S6).
 
-A block is unsaved, queued, stored or refused. The mark is the first block that is neither queued nor stored: it follows what a
-pass queued and steps back to what the pool refused. A plan changes nothing here; only a pass that ran does.
+A block is unsaved, queued, stored, or refused: by the pool, or shed for want of room in the backlog. The mark is the first
+block that is neither queued nor stored: it follows what a pass queued and steps back to what was refused. A plan changes
+nothing here; only a pass that ran does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import islice
 
@@ -15,7 +16,15 @@ class BlockState(IntEnum):
     UNSAVED = 0
     QUEUED = 1
     STORED = 2
+    #: By the pool, which may take later blocks all the same.
     REFUSED = 3
+    #: Dropped before it was handed over, with every later block (S6).
+    SHED = 4
+
+
+#: States of a block that was refused, by anybody.
+_TURNED_AWAY = frozenset({BlockState.REFUSED, BlockState.SHED})
+_OPEN = _TURNED_AWAY | {BlockState.UNSAVED}
 
 
 #: The n-th refusal in a row makes refused blocks wait `backoff * 2 ** (n - 1)`; more doublings than this add nothing.
@@ -41,11 +50,27 @@ class SaveMarks:
         """How many blocks are in this state (not for UNSAVED, whose number is not known here)."""
         return self._states.count(state)
 
+    @property
+    def refused_count(self) -> int:
+        """How many blocks were refused, and are not queued again."""
+        return sum(map(self.count, _TURNED_AWAY))
+
+    @property
+    def shed_blocks(self) -> list[int]:
+        """The blocks that were shed and are not queued again, ascending."""
+        if BlockState.SHED not in self._states:
+            return []
+        return [block for block, state in enumerate(self._states) if state == BlockState.SHED]
+
     def to_offer(self, end: int, now: float, most: int = UNLIMITED) -> list[int]:
         """The first `most` blocks below `end` that a pass may list: the unsaved, and the refused once their back-off has
-        passed.
+        passed. Until then none behind one that was shed: it would be of no use without that (S6).
         """
-        offered = {BlockState.UNSAVED, BlockState.REFUSED} if now >= self._retry_at else {BlockState.UNSAVED}
+        offered: frozenset[BlockState] = _OPEN
+        if now < self._retry_at:
+            offered = frozenset({BlockState.UNSAVED})
+            first_shed = self._states.find(BlockState.SHED)
+            end = end if first_shed < 0 else min(end, first_shed)
         known = min(end, len(self._states))
         blocks = list(islice((b for b in range(self.mark, known) if self._states[b] in offered), most))
         blocks.extend(range(known, min(end, known + most - len(blocks))))
@@ -53,7 +78,7 @@ class SaveMarks:
 
     def is_open(self, block: int) -> bool:
         """Whether the block is neither queued nor stored."""
-        return block >= len(self._states) or self._states[block] in (BlockState.UNSAVED, BlockState.REFUSED)
+        return block >= len(self._states) or self._states[block] in _OPEN
 
     def is_stored(self, block: int) -> bool:
         """Whether the block is in the pool, as far as this request knows."""
@@ -74,6 +99,17 @@ class SaveMarks:
         self._set(blocks, BlockState.REFUSED)
         self._retry_at = now + self._backoff_s * 2 ** min(self._refusals, MOST_DOUBLINGS)
         self._refusals += 1
+
+    def shed(self, blocks: Sequence[int], now: float) -> None:
+        """These blocks, ascending, were to be handed over, and the backlog had no room for them (S6). The mark steps back, and
+        a back-off begins; but for blocks that were shed only because an earlier one had been.
+
+        It does not grow with each time: no store call is made for the answer.
+        """
+        first_shed = self._states.find(BlockState.SHED)
+        if first_shed < 0 or blocks[0] <= first_shed:
+            self._retry_at = max(self._retry_at, now + self._backoff_s)
+        self._set(blocks, BlockState.SHED)
 
     def dropped(self, blocks: Iterable[int]) -> None:
         """These blocks were queued and never read; they are as if no pass had listed them."""
@@ -102,7 +138,7 @@ class SaveMarks:
             if block >= len(self._states):
                 self._states.extend(bytes(block + 1 - len(self._states)))
             self._states[block] = state
-            if state in (BlockState.UNSAVED, BlockState.REFUSED) and (first_open is None or block < first_open):
+            if state in _OPEN and (first_open is None or block < first_open):
                 first_open = block
         if first_open is not None:
             self.mark = min(self.mark, first_open)

@@ -1,21 +1,23 @@
 """Requests in the scheduler half: their incarnation, their one load, the marks of their saves (S1, S2, S7, D8, D9, M7).
 
 Methods return effects, in the order in which they are to be carried out: a `Withdrawal` or `SaveOrder` goes to the worker
-half, a `LoadHold` that ended or a `SavesCompleted` is told to the engine. What the worker reports for an earlier incarnation,
-or for a request that has closed, changes nothing here.
+half, a `LoadHold` that ended or a `SavesCompleted` is told to the engine, a `Shed` to the event log. What the worker reports
+for an earlier incarnation, or for a request that has closed, changes nothing here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import count
 
 import msgspec
 
 from akv.errors import EngineContractError
+from akv.ownership.backlog import SaveBacklog, Shed
 from akv.ownership.known_hashes import KnownHashes
 from akv.ownership.listing import Listing, hashes_of
-from akv.ownership.marks import UNLIMITED, BlockState, SaveMarks
+from akv.ownership.marks import UNLIMITED, SaveMarks
 from akv.ownership.page_book import PageBook
 from akv.ownership.request_record import LoadHold, RequestRecord
+from akv.plan.backlog import BacklogBounds
 from akv.plan.hashing import Chain
 from akv.plan.lifecycle import WITHDRAWN, Happening, Phase, next_phase
 from akv.values.messages import (
@@ -32,19 +34,25 @@ from akv.values.messages import (
 )
 from akv.values.requests import LoadCompleted, SavesCompleted
 
-Effect = Withdrawal | SaveOrder | LoadHold | SavesCompleted | PagesReleased
+Effect = Withdrawal | SaveOrder | Shed | LoadHold | SavesCompleted | PagesReleased
 
 
 class Requests:
     """Every request that has not closed."""
 
-    def __init__(self, *, groups: int, backoff_s: float, windows: Collection[int] = ()) -> None:
-        """`windows`: which of the layer groups forget; the marks of blocks follow the others."""
+    def __init__(
+        self, *, groups: int, backoff_s: float, windows: Collection[int] = (), backlog: SaveBacklog | None = None
+    ) -> None:
+        """`windows`: which of the layer groups forget; the marks of blocks follow the others. `backlog`: one without bounds by
+        default.
+        """
         self._backoff_s = backoff_s
         self._open: dict[str, RequestRecord] = {}
         #: The pages that are in the connector's hands.
         self.pages = PageBook(groups)
         self._known = KnownHashes()
+        #: What was handed over for saving and has not ended.
+        self.backlog = SaveBacklog([1] * groups, BacklogBounds(UNLIMITED, UNLIMITED)) if backlog is None else backlog
         #: Numbers incarnations, loads and saves.
         self._ids = count(1)
         #: What passes and ends list for saving.
@@ -196,14 +204,17 @@ class Requests:
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, computed, history)
 
-    def queue_save(self, order: SaveOrder) -> SaveOrder | None:
-        """A listed save is handed over now. Left out are blocks that an earlier pass handed over meanwhile, blocks with a page
-        that a load fills (S1), and all of a request that has begun to end: its pages may be given back before they are read.
+    def queue_saves(self, orders: Iterable[SaveOrder], now: float) -> tuple[list[SaveOrder], Shed | None]:
+        """The listed saves of one pass are handed over now. Left out are blocks that an earlier pass handed over meanwhile,
+        blocks with a page that a load fills (S1), and all of a request that has begun to end: its pages may be given back
+        before they are read. What the backlog has no room for is the second value: its blocks count as refused (S6).
         """
-        record = self._record(order.request_id, order.incarnation)
-        if record is None or not record.is_open:
-            return None
-        return self._queue(record, order)
+        wanted: list[SaveOrder] = []
+        for order in orders:
+            record = self._record(order.request_id, order.incarnation)
+            if record is not None and record.is_open:
+                wanted.append(self._queueable(record, order))
+        return self._queue(wanted, now, is_pass=True)
 
     def stored_pages(self, result: SaveResult) -> list[GroupPages]:
         """The pages that a save which ends now brought to the pool. Ask before `save_ended`."""
@@ -216,6 +227,7 @@ class Requests:
 
     def save_ended(self, result: SaveResult, now: float) -> list[Effect]:
         """The worker ended a save. Its mark stays, or steps back to what was refused (S2)."""
+        self.backlog.ended(result.save_id)
         record = self._record(result.request_id, result.incarnation)
         order = record.saves.pop(result.save_id, None) if record is not None else None
         if record is None or order is None:
@@ -259,8 +271,9 @@ class Requests:
         if record.tail:
             # All of it: there is no later pass.
             orders.append(self.listing.blocks(record, upto, record.tail, record.tail_first, float("inf")))
-        queued = [q for order in orders if order is not None and (q := self._queue(record, order)) is not None]
-        return [*queued, *self._end(record, Happening.FINISH)]
+        wanted = [self._queueable(record, order) for order in orders if order is not None]
+        queued, shed = self._queue(wanted, float("inf"), is_pass=False)
+        return [*queued, *([] if shed is None else [shed]), *self._end(record, Happening.FINISH)]
 
     def cancel(self, record: RequestRecord) -> list[Effect]:
         """The request is not wanted any more. Idempotent; a finishing request may still be cancelled."""
@@ -308,18 +321,25 @@ class Requests:
             return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation)]
         return self._close_if_done(record)
 
-    def _queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
-        order = self._queueable(record, order)
-        if not order.pages:
-            return None
-        record.saves[order.save_id] = order
-        if order.window:
-            record.windows.queued(order.groups)
-        elif not order.probe_first:
-            record.marks.queued(order.groups[0].blocks)
-        if not order.snapshot:
-            self.pages.pin(order.groups)
-        return order
+    def _queue(self, orders: list[SaveOrder], now: float, *, is_pass: bool) -> tuple[list[SaveOrder], Shed | None]:
+        """Hand over what the backlog has room for. Every order is of an open request."""
+        orders = [order for order in orders if order.pages]
+        marks = {order.incarnation: self._open[order.request_id].marks for order in orders}
+        was_shed = {incarnation: shed for incarnation, own in marks.items() if (shed := own.shed_blocks)}
+        fit = self.backlog.admit(orders, was_shed, is_pass=is_pass)
+        for order in fit.kept:
+            record = self._open[order.request_id]
+            record.saves[order.save_id] = order
+            if order.window:
+                record.windows.queued(order.groups)
+            elif not order.probe_first:
+                record.marks.queued(order.groups[0].blocks)
+            if not order.snapshot:
+                self.pages.pin(order.groups)
+        for order in fit.dropped:
+            if not order.window and not order.probe_first:
+                marks[order.incarnation].shed(order.groups[0].blocks, now)
+        return list(fit.kept), Shed(fit.dropped, self.backlog.under_way) if fit.dropped else None
 
     def _queueable(self, record: RequestRecord, order: SaveOrder) -> SaveOrder:
         """The order without what must not be handed over any more."""
@@ -351,7 +371,7 @@ class Requests:
             request_id=record.request_id,
             incarnation=record.incarnation,
             stored_blocks=record.stored_blocks,
-            refused_blocks=record.marks.count(BlockState.REFUSED),
+            refused_blocks=record.marks.refused_count,
         )
         if record.phase is Phase.CLOSED:
             del self._open[record.request_id]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from anyio import current_time
 
 from akv import observe
+from akv.ownership.backlog import Shed
 from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, PagesUnread, SaveOrder, SaveResult
 
 
@@ -16,9 +17,6 @@ class TransferReporter:
         self._page_bytes = page_bytes
         #: When each unfinished load and save was queued, by its number (one counter numbers both).
         self._began: dict[int, float] = {}
-        self._backlog: dict[int, int] = {}
-        #: Bytes of the saves that have not ended.
-        self.backlog_bytes = 0
 
     def load_queued(self, order: LoadOrder) -> None:
         """A reservation was taken over."""
@@ -35,8 +33,6 @@ class TransferReporter:
     def save_queued(self, order: SaveOrder) -> None:
         """Computed blocks were handed over."""
         self._began[order.save_id] = current_time()
-        nbytes = self._backlog[order.save_id] = self._bytes(order.groups)
-        self.backlog_bytes += nbytes
         observe.emit(
             observe.SAVE_QUEUED,
             request_id=order.request_id,
@@ -44,7 +40,7 @@ class TransferReporter:
             save_id=order.save_id,
             blocks=len(order.groups[0].blocks),
             pages=_count(order.groups),
-            bytes=nbytes,
+            bytes=self._bytes(order.groups),
         )
 
     def load_ended(self, result: LoadResult) -> None:
@@ -86,7 +82,6 @@ class TransferReporter:
     def save_ended(self, result: SaveResult) -> None:
         """A save ended; each of its blocks stands in one of at most three events."""
         took = current_time() - self._began.pop(result.save_id)
-        self.backlog_bytes -= self._backlog.pop(result.save_id)
         request_id, incarnation, save_id = result.request_id, result.incarnation, result.save_id
         if result.stored:
             observe.emit(
@@ -138,6 +133,32 @@ class TransferReporter:
 
     def _bytes(self, groups: Sequence[GroupPages]) -> int:
         return sum(len(group.pages) * self._page_bytes[group.group] for group in groups)
+
+
+def report_shed(shed: Shed) -> None:
+    """Tell what one hand-over was too much by: once, however many requests it is of, but for the ends that it costs."""
+    windows = [order for order in shed.orders if order.window]
+    again = [order for order in shed.orders if order.probe_first and not order.window]
+    blocks = [order for order in shed.orders if not order.probe_first and not order.window]
+    observe.emit(
+        observe.BACKLOG_FULL,
+        requests=len({order.incarnation for order in shed.orders}),
+        blocks=sum(len(order.groups[0].blocks) for order in blocks),
+        window_pages=sum(order.pages for order in windows),
+        listed_again=sum(len(order.groups[0].blocks) for order in again),
+        backlog_bytes=shed.under_way.bytes,
+        backlog_passes=shed.under_way.passes,
+    )
+    for order in windows:
+        # Without a snapshot it is a finished request's, whose own event says what its end lacks.
+        if order.snapshot:
+            observe.emit(
+                observe.SNAPSHOT_DROPPED,
+                request_id=order.request_id,
+                incarnation=order.incarnation,
+                pages=order.pages,
+                reason="backlog_full",
+            )
 
 
 def _count(groups: Sequence[GroupPages]) -> int:

@@ -30,8 +30,13 @@ class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
 class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the work under way. Taking one costs microseconds and changes nothing."""
 
-    #: Bytes of computed pages that are queued for the pool or on their way to it; their requests hold those pages.
+    #: Bytes of computed pages that are queued for the pool or on their way to it; their requests hold those pages. At most the
+    #: setting of the same name, and so are the passes that such pages are of.
     backlog_bytes: int
+    backlog_passes: int
+    #: Blocks that were refused since the connector opened because the backlog was full; one that is offered and refused again
+    #: counts again. While it grows saves are lost, or late.
+    backlog_refused_blocks: int
     #: Saves that have not ended, one per request and pass.
     backlog_saves: int
     #: Reservations that no loader has taken up, and all that have not ended: requests parked outside the batch.

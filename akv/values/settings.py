@@ -168,7 +168,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Seconds for which a finished request's pages are held for its saves at most. What has not begun by then is given up, so
     #: that a slow pool cannot keep the engine's memory. No deadline of a lookup or a load counts here.
     save_hold_max_s: Seconds = 60.0
-    #: Seconds before blocks that the pool refused are offered to it again.
+    #: Seconds before blocks that were refused, by the pool or for a full backlog, are offered again.
     save_backoff_s: Seconds = 0.1
+    #: Bytes of pages that may be handed over for saving at a time and not be saved yet. Requests hold those pages, so a pool
+    #: that is slow must not gather all of them: what is beyond is refused, the ends of chains first. At least one block.
+    backlog_bytes: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = _GIB
+    #: Passes that may have a save which has not ended.
+    backlog_passes: Count = 64
     #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.
     poll_tick_s: Annotated[float, msgspec.Meta(ge=SHORTEST_TICK_S)] = SHORTEST_TICK_S

@@ -70,9 +70,14 @@ class Scene:
         """A save of everything below `end` that was planned and handed over."""
         order = self.requests.listing.blocks(record, end, self.TABLES, 0, now)
         assert order is not None
-        handed_over = self.requests.queue_save(order)
+        handed_over = self.handed_over(order)
         assert handed_over is not None
         return handed_over
+
+    def handed_over(self, order: SaveOrder, now: float = 0.0) -> SaveOrder | None:
+        """What the pass that listed this order hands over of it."""
+        queued, _ = self.requests.queue_saves([order], now)
+        return queued[0] if queued else None
 
     def passed(self, record: RequestRecord, end: int) -> None:
         """A pass computed blocks [0, end), and nothing of it was handed over."""

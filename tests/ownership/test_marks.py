@@ -160,3 +160,45 @@ class SaveMarksMachine(RuleBasedStateMachine):
 
 SaveMarksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestS2SaveMarksMachine = SaveMarksMachine.TestCase
+
+
+def test_S6_a_shed_block_holds_up_the_later_ones_until_its_back_off_has_passed() -> None:
+    marks = SaveMarks(backoff_s=1.0)
+    marks.queued([0, 1, 2, 3])
+    marks.stored([0, 1, 3])
+    marks.refused([2], now=9.5)
+    marks.shed([5, 6], now=10.0)
+    assert (marks.mark, marks.shed_blocks, marks.refused_count) == (2, [5, 6], 3)
+    assert marks.to_offer(9, 10.9) == [4], "the pool takes later blocks than one that it refused, all the same"
+    assert marks.to_offer(9, 11.0) == [2, 4, 5, 6, 7, 8]
+    assert marks.is_open(5)
+    assert not marks.is_stored(5)
+
+
+def test_S6_a_block_that_was_shed_because_of_another_begins_no_back_off_and_does_not_lengthen_it() -> None:
+    marks = SaveMarks(backoff_s=1.0)
+    marks.shed([2, 3], now=10.0)
+    marks.shed([4, 5], now=10.9)
+    assert marks.to_offer(6, 11.0) == [0, 1, 2, 3, 4, 5]
+    for now in (20.0, 30.0, 40.0):
+        marks.shed([2, 3, 4, 5], now=now)
+        assert marks.to_offer(6, now + 0.9) == [0, 1]
+        assert marks.to_offer(6, now + 1.0) == [0, 1, 2, 3, 4, 5], "no store call was made: it does not double"
+
+
+def test_S6_a_shed_block_does_not_shorten_the_back_off_of_the_pool() -> None:
+    marks = SaveMarks(backoff_s=1.0)
+    for _ in range(3):
+        marks.refused([0], now=10.0)
+    marks.shed([0, 1], now=10.0)
+    assert marks.to_offer(2, 13.9) == []
+    assert marks.to_offer(2, 14.0) == [0, 1]
+
+
+def test_S6_what_another_request_saved_or_a_pass_queued_is_shed_no_more() -> None:
+    marks = SaveMarks(backoff_s=1.0)
+    marks.shed([0, 1, 2], now=10.0)
+    marks.stored([0])
+    assert (marks.mark, marks.shed_blocks) == (1, [1, 2])
+    marks.queued([1, 2])
+    assert (marks.mark, marks.shed_blocks, marks.refused_count) == (3, [], 0)

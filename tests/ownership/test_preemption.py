@@ -57,10 +57,9 @@ def test_S2_withdrawn_saves_are_listed_again_and_stored_ones_are_not(scene: "Sce
 def test_S2_lost_window_pages_are_listed_again_and_stored_ones_are_not(window_scene: "Scene") -> None:
     scene = window_scene
     record = scene.opened()
-    stored = scene.requests.queue_save(scene.closing(record, range(2, 4)))
-    assert stored is not None
+    ([stored], _) = scene.requests.queue_saves([scene.closing(record, range(2, 4))], 0.0)
     scene.save_end(stored, stored=(2, 3))
-    scene.requests.queue_save(scene.closing(record, range(2, 6)))
+    scene.requests.queue_saves([scene.closing(record, range(2, 6))], 0.0)
     record.windows.ran(0, (), closes=True)
     preempted(scene, record)
     assert not record.windows.closed
@@ -97,7 +96,7 @@ def test_while_the_pages_are_taken_away_nothing_else_can_be_done(scene: "Scene",
         scene.requests.must_be_open(record, verb)
     order = scene.requests.listing.blocks(record, 2, scene.TABLES, 0, 0.0)
     assert order is not None
-    assert scene.requests.queue_save(order) is None
+    assert scene.requests.queue_saves([order], 0.0) == ([], None)
 
 
 @pytest.mark.parametrize("cancels", [False, True])

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from akv.ownership.backlog import Shed
 from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
 from akv.ownership.reservations import LoadRecord, Reservations
@@ -130,10 +131,10 @@ class QuarantineMachine(RuleBasedStateMachine):
 
     def queue(self, record: RequestRecord, order: SaveOrder) -> SaveOrder | None:
         before = bytes(record.marks._states), record.marks.mark
-        queued = self.requests.queue_save(order)
+        queued, _ = self.requests.queue_saves([order], 0.0)
         if order.window or order.probe_first:
             assert (bytes(record.marks._states), record.marks.mark) == before, "a mark follows a window, or what is stored"
-        return queued
+        return queued[0] if queued else None
 
     def held(self, life: Life) -> tuple[WindowPages, ...]:
         blocks = [block for block, page in enumerate(life.tables[WINDOW]) if page != NO_PAGE]
@@ -190,6 +191,8 @@ class QuarantineMachine(RuleBasedStateMachine):
                     self.to_worker.append(effect)
                 case PagesReleased():
                     self.released.append(effect)
+                case Shed():
+                    raise AssertionError("this backlog has no bounds")
                 case _:
                     self.ends.append(effect)
 

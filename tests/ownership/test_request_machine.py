@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from akv.errors import EngineContractError
+from akv.ownership.backlog import SaveBacklog, Shed
 from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.requests import Effect, Requests
+from akv.plan.backlog import BacklogBounds
 from akv.plan.hashing import Chain, scope_seed
 from akv.plan.lifecycle import Phase
 from akv.values.messages import (
@@ -71,14 +73,18 @@ class Life:
 
 class RequestMachine(RuleBasedStateMachine):
     worker_half: "ClassVar[type[Worker]]"
-    #: Requests that came to their end, and incarnations that were preempted, over all runs.
+    #: In pages and passes.
+    bounds: ClassVar[BacklogBounds] = BacklogBounds(2**40, 2**40)
+    #: Over all runs: requests that came to their end, incarnations that were preempted, hand-overs that were too much.
     closed: ClassVar[int] = 0
     preempted: ClassVar[int] = 0
+    shed: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.worker = self.worker_half(GROUPS)
-        self.requests = Requests(groups=GROUPS, backoff_s=1.0)
+        self.backlog = SaveBacklog([1] * GROUPS, self.bounds)
+        self.requests = Requests(groups=GROUPS, backoff_s=1.0, backlog=self.backlog)
         self.to_worker: deque[Order] = deque()
         self.told: list[Report] = []
         self.lives: dict[int, Life] = {}
@@ -161,10 +167,13 @@ class RequestMachine(RuleBasedStateMachine):
     def the_oldest_pass_runs(self) -> None:
         parts = self.plans.pop(0)
         for life, _, order, _ in parts:
-            queued = None if order is None else self.requests.queue_save(order)
-            if queued is not None:
+            queued, shed = self.requests.queue_saves([] if order is None else [order], self.now)
+            RequestMachine.shed += shed is not None
+            if queued:
                 assert life.record.is_open
-                self.queued(queued)
+                self.queued(queued[0])
+                left_behind = set(life.record.marks.shed_blocks)
+                assert not left_behind or max(queued[0].groups[0].blocks) < min(left_behind), "a chain with a hole is queued"
         for life, planned, _, first in parts:
             if life.closed:
                 continue
@@ -351,6 +360,8 @@ class RequestMachine(RuleBasedStateMachine):
                     life = next(life for life in self.lives.values() if life.hold is effect)
                     assert effect.load_id not in {record.order.load_id for record in self.worker.copies}
                     life.hold = None
+                case Shed():
+                    RequestMachine.shed += 1
                 case _:
                     self.close(effect.request_id, effect.incarnation)
 
@@ -390,6 +401,12 @@ class RequestMachine(RuleBasedStateMachine):
             assert life.on_their_way <= claimed <= life.there | life.on_their_way
             assert life.record.marks.mark == min(set(range(BLOCKS + 1)) - claimed)
 
+    @invariant()
+    def no_more_is_under_way_than_there_may_be(self) -> None:
+        assert self.backlog.bytes <= self.bounds.bytes
+        assert self.backlog.passes <= self.bounds.passes
+        assert self.backlog.bytes >= sum(len(list(pages)) for _, pages in self.pinned.values())
+
     def teardown(self) -> None:
         """Whatever happened, cancelling everything and letting the work run out closes every request and leaves nothing."""
         for life in list(self.lives.values()):
@@ -402,11 +419,17 @@ class RequestMachine(RuleBasedStateMachine):
         assert (len(self.requests), self.lives) == (0, {})
         assert (self.requests.pages.loading, self.requests.pages.saving) == (set(), {})
         assert sorted(self.free_pages) == list(range(PAGES))
+        assert self.backlog.under_way == (0, 0)
 
 
-def test_S2_S7_S12_D2_D6_D8_D9_M6_M7_pages_are_given_back_once_and_never_touched_afterwards(worker: "type[Worker]") -> None:
+@pytest.mark.parametrize("bounds", [BacklogBounds(2**40, 2**40), BacklogBounds(6, 2)], ids=["roomy", "tight"])
+def test_S2_S6_S7_S12_D2_D6_D8_D9_M6_M7_pages_are_given_back_once_and_never_touched_afterwards(
+    worker: "type[Worker]", bounds: BacklogBounds
+) -> None:
     limits = settings(max_examples=150, stateful_step_count=60, deadline=None)
-    RequestMachine.worker_half = worker
+    RequestMachine.worker_half, RequestMachine.bounds = worker, bounds
+    RequestMachine.closed = RequestMachine.preempted = RequestMachine.shed = 0
     run_state_machine_as_test(RequestMachine, settings=limits)
     assert RequestMachine.closed >= 2 * limits.max_examples, "each run opens two requests at least, and closes them"
     assert RequestMachine.preempted > limits.max_examples / 10
+    assert (RequestMachine.shed > 0) == (bounds.bytes < 2**40)

@@ -55,11 +55,11 @@ def test_S2_a_block_that_two_plans_listed_is_handed_over_once(scene: "Scene") ->
     assert first is not None
     assert second is not None
     assert third is not None
-    assert scene.requests.queue_save(first) is first
-    rest = scene.requests.queue_save(second)
+    assert scene.handed_over(first) is first
+    rest = scene.handed_over(second)
     assert rest is not None
     assert (rest.save_id, rest.groups) == (second.save_id, scene.columns(record, range(2, 4)))
-    assert scene.requests.queue_save(third) is None
+    assert scene.handed_over(third) is None
     assert record.saves.keys() == {first.save_id, second.save_id}
 
 
@@ -70,7 +70,7 @@ def test_S1_a_page_that_a_load_fills_is_not_read_for_a_save(scene: "Scene", grou
     assert order is not None
     other = tuple(range(50, 58))
     scene.reserved(loading, range(1, 2), (scene.TABLES[0], other) if group == 0 else (other, scene.TABLES[1]))
-    rest = scene.requests.queue_save(order)
+    rest = scene.handed_over(order)
     assert rest is not None
     assert rest.groups[group].blocks == rest.groups[1 - group].blocks == (0, 2)
     assert scene.listed(record, 3) == (1,), "it is unsaved, not lost"
@@ -90,7 +90,7 @@ def test_M7_a_listed_save_of_a_request_that_began_to_end_is_not_queued(scene: "S
             scene.requests.pages_unread(scene.unread(record))
         if end == "reopen":
             scene.opened()
-    assert scene.requests.queue_save(order) is None
+    assert scene.handed_over(order) is None
 
 
 def test_S2_what_another_request_saved_is_not_listed_and_marked_by_the_next_pass(scene: "Scene") -> None:

@@ -61,7 +61,7 @@ def test_S2_what_was_handed_over_of_a_window_is_not_listed_again(window_scene: "
     scene = window_scene
     record = scene.opened()
     assert blocks_of(scene.closing(record, range(3, 6))) == [(1, (3, 4, 5))]
-    assert scene.requests.queue_save(scene.closing(record, range(3, 6))) is not None
+    assert scene.handed_over(scene.closing(record, range(3, 6))) is not None
     assert blocks_of(scene.closing(record, range(4, 8))) == [(1, (6, 7))]
     assert [record.windows.saved(1, block) for block in (2, 3, 5, 6)] == [False, True, True, False]
     assert not record.windows.saved(0, 3)
@@ -91,7 +91,7 @@ def test_D9_a_load_marks_blocks_of_full_attention_alone(window_scene: "Scene") -
 def test_S2_marks_follow_no_window_order(window_scene: "Scene") -> None:
     scene = window_scene
     record = scene.opened()
-    order = scene.requests.queue_save(scene.closing(record, range(3)))
+    order = scene.handed_over(scene.closing(record, range(3)))
     assert order is not None
     assert record.marks.mark == 0
     scene.save_end(order, stored=(0,), refused=(1,), dropped=(2,))
@@ -104,7 +104,7 @@ def test_S3_a_snapshot_pins_nothing_and_is_handed_over_whatever_happens_to_its_p
     record, other = scene.opened(), scene.opened("other", first_token=100)
     order = scene.closing(record, range(3))
     scene.reserved(other, range(3))
-    assert scene.requests.queue_save(order) is order, "the pages were copied at the pass"
+    assert scene.handed_over(order) is order, "the pages were copied at the pass"
     assert scene.requests.pages.saving == {}
     scene.save_end(order, stored=(0, 1, 2))
     assert scene.requests.pages.saving == {}
@@ -132,7 +132,7 @@ def test_S12_finish_lists_what_it_holds_window_first_and_pins_it(window_scene: "
 def test_S12_window_pages_that_did_not_reach_the_pool_are_listed_again_by_finish(window_scene: "Scene", lost: str) -> None:
     scene = window_scene
     record = scene.opened()
-    order = scene.requests.queue_save(scene.closing(record, range(2, 5)))
+    order = scene.handed_over(scene.closing(record, range(2, 5)))
     assert order is not None
     lists: dict[str, Any] = {"stored": (2, 4), lost: (3,)}
     scene.save_end(order, **lists)
@@ -211,7 +211,7 @@ def test_S8_asking_again_moves_no_mark_and_counts_no_block_twice(window_scene: "
     scene.save_end(scene.queued(record, 4), stored=(0, 1, 2, 3))
     order = scene.requests.listing.again(record, 4, scene.TABLES)
     assert order is not None
-    assert scene.requests.queue_save(order) is order
+    assert scene.handed_over(order) is order
     assert record.marks.mark == 4
     assert record.marks.is_stored(0), "it is asked for, not on its way"
     scene.save_end(order, stored=(0, 1), dropped=(2, 3))
@@ -227,7 +227,7 @@ def test_S8_a_block_that_was_gone_and_is_refused_is_known_no_more_and_saved_agai
     assert scene.listed(later, 3) == ()
     order = scene.requests.listing.again(record, 3, scene.TABLES)
     assert order is not None
-    assert scene.requests.queue_save(order) is not None
+    assert scene.handed_over(order) is not None
     scene.save_end(order, 10.0, stored=(0, 2), refused=(1,))
     assert scene.listed(later, 3) == (1,)
     assert scene.listed(record, 3, now=10.0) == ()
@@ -241,7 +241,7 @@ def test_S8_a_page_that_a_load_fills_is_not_read_again(window_scene: "Scene") ->
     order = scene.requests.listing.again(record, 3, scene.TABLES)
     assert order is not None
     scene.reserved(loading, range(1, 2))
-    rest = scene.requests.queue_save(order)
+    rest = scene.handed_over(order)
     assert rest is not None
     assert blocks_of(rest) == [(0, (0, 2))]
 
@@ -253,7 +253,7 @@ def test_D6_a_cancel_with_everything_under_way_waits_for_reads_and_names_what_ca
     scene = window_scene
     requests = scene.requests
     record, other = scene.opened(), scene.opened("other", first_token=100)
-    snapshot = requests.queue_save(scene.closing(record, range(1)))
+    snapshot = scene.handed_over(scene.closing(record, range(1)))
     full = scene.queued(record, 2)
     load, hold = scene.reserved(record, range(4, 6))
     assert snapshot is not None

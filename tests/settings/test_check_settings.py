@@ -7,7 +7,15 @@ import msgspec
 import pytest
 
 from akv.errors import SettingsError
-from akv.settings import SMALLEST_SEGMENT_BYTES, ClientSettings, Settings, StoreSettings, check_settings, check_staging
+from akv.settings import (
+    SMALLEST_SEGMENT_BYTES,
+    ClientSettings,
+    Settings,
+    StoreSettings,
+    check_backlog,
+    check_settings,
+    check_staging,
+)
 from akv.settings_checks import shown
 
 #: The least that is valid.
@@ -182,6 +190,8 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("save_generated", "no"),
     ("save_hold_max_s", 0.0),
     ("save_backoff_s", 0.0),
+    ("backlog_bytes", "1GB"),
+    ("backlog_passes", 0),
     ("poll_tick_s", 0.0005),
     ("poll_tick_s", math.inf),
 ]
@@ -262,6 +272,16 @@ def test_staging_holds_a_page_for_each_loader_and_each_saver() -> None:
     with pytest.raises(SettingsError, match="at least 12291 bytes") as caught:
         check_staging(settings, 4097)
     assert (caught.value.field, caught.value.value) == ("staging_buffer_bytes", 12288)
+
+
+def test_S6_the_backlog_holds_a_block_where_anything_is_saved() -> None:
+    settings = check_settings({**LEAST, "backlog_bytes": "4KiB"})
+    check_backlog(settings, 4096)
+    with pytest.raises(SettingsError, match="at least 4097 bytes") as caught:
+        check_backlog(settings, 4097)
+    assert (caught.value.field, caught.value.value) == ("backlog_bytes", 4096)
+    check_backlog(check_settings({**LEAST, "backlog_bytes": "4KiB", "role": "consumer"}), 4097)
+    assert refused({**LEAST, "backlog_bytes": 0}).field == "backlog_bytes"
 
 
 def test_unread_environment(monkeypatch: pytest.MonkeyPatch) -> None:
