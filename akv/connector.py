@@ -25,7 +25,7 @@ from akv.services.notices import Changed
 from akv.settings import Settings, check_backlog, check_settings, check_staging
 from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities, check_capabilities
 from akv.values.layout import Layout, check_layout
-from akv.values.messages import PagesPerGroup, PassPlan, pages_per_group
+from akv.values.messages import PagesPerGroup, PassPlan
 from akv.values.pressure import Pressure
 from akv.values.requests import Completion, Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
@@ -77,7 +77,7 @@ class Connector:
                 await req.cancel()
 
         def released() -> bool:
-            return req.closed or self._halves.latch.tripped
+            return req.closed or req.lost or self._halves.latch.tripped
 
         grace_s = self._halves.settings.shutdown_deadline_s
         try:
@@ -95,25 +95,29 @@ class Connector:
         (SavesCompleted).
 
         For batching loops, woken by `changed`. What `wait()`, `finished()` or `cancel()` returned does not come here again.
-        Pages that left quarantine come as PagesReleased, and only here.
+        Pages that left quarantine come as PagesReleased, and only here. Raises PagesLost, once for each request and in place
+        of its completion, if the connector degraded and nobody can see any more what touches its pages.
         """
         self._halves.latch.check()
         return self._halves.fetch()
 
     @property
     def touched_pages(self) -> PagesPerGroup:
-        """The engine's pages, per layer group, that a store call reads or writes at this moment; `()` for none.
+        """The engine's pages, per layer group, that a store call reads or writes at this moment; `()` for none. Once the
+        connector has ended or degraded also those that a copy may touch whose end nobody saw.
 
         Also after the connector's block has ended, when nobody delivers `PagesReleased` any more: what is named then was left
         to a call that did not return within `shutdown_deadline_s`, and must not be used again while the process lives.
         """
-        return pages_per_group(self._halves.calls.pages, self._halves.groups)
+        return self._halves.touched_pages
 
     def pressure(self) -> Pressure:
         """How busy the connector is, for admission (V4). A snapshot; changes nothing."""
         self._halves.latch.check()
         halves = self._halves
-        return halves.worker.pressure(halves.calls, halves.scheduler.backlog, halves.breaker.state)
+        return halves.worker.pressure(
+            halves.calls, halves.scheduler.backlog, halves.breaker.state, halves.latch.degraded, halves.unsaved_blocks
+        )
 
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """Plan the saves of one coming pass, and ask for the slots of its window pages. Changes no request and no mark: a plan
@@ -241,7 +245,7 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
                 # cut the closing short with copies and calls under way.
                 group.start_soon(_close, halves, block_failed is None)
     except BaseExceptionGroup as failures:
-        if block_failed is None or halves.service_failed:
+        if block_failed is None or halves.services.raises:
             raise ConnectorBroken(
                 "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
             ) from failures
@@ -260,7 +264,7 @@ async def _close(halves: Halves, orderly: bool) -> None:
         with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
             closing["outstanding_calls"] = await halves.close(orderly=orderly)
     finally:
-        halves.stop()
+        halves.services.stop()
 
 
 @asynccontextmanager

@@ -65,6 +65,24 @@ class ConnectorBroken(AkvError):
     """
 
 
+class PagesLost(ConnectorBroken):
+    """A service failed, and nobody can see any more whether a copy has ended that touches this request's pages. At fault: akv.
+
+    Only with `on_failure = "degrade"`, where everything else goes on without a cache. The request is over for the connector:
+    its id may be used again, its pages must not while the process lives (`Connector.touched_pages` names them too).
+    Attributes: `request_id`; `pages`, the pages per layer group.
+    """
+
+    def __init__(self, request_id: str, incarnation: int, pages: tuple[tuple[int, ...], ...]) -> None:
+        self.request_id = request_id
+        self.incarnation = incarnation
+        self.pages = pages
+        super().__init__(
+            f"after a service failed nobody can see whether a copy still touches {sum(map(len, pages))} pages of request "
+            f"{request_id!r} (`pages`): keep them out of use as long as this process lives, and compute the request in others"
+        )
+
+
 class DeviceError(AkvError):
     """The device failed work that was queued on it. At fault: the device, its driver, or the kernels that ran before.
 

@@ -2,24 +2,25 @@
 fetched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from anyio import TASK_STATUS_IGNORED, CancelScope, current_time, move_on_after
+from anyio import Event, current_time, move_on_after, sleep
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from akv import observe
-from akv.errors import DeviceError
+from akv.errors import DeviceError, PagesLost
 from akv.flow.calls import CallDesk
 from akv.flow.snapshot import Snapshot
 from akv.ownership.plans import UnknownPlan
 from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
+from akv.plan.lifecycle import Phase
 from akv.plan.terms import check_terms
 from akv.ports import Ports
 from akv.ports.calls import CallKind, CallSize
@@ -28,16 +29,19 @@ from akv.services.breaker import PoolBreaker
 from akv.services.health import HealthLatch
 from akv.services.notices import Changed, Notices
 from akv.services.poller import StreamPoller
+from akv.services.supervisor import Supervisor
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import LoadState, PagesReleased, PassPlan
+from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPlan, pages_per_group
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted
 from akv.worker import WorkerHalf
 
 #: Completions that are kept for `completed()`. An engine that polls fetches them every pass; one that never does must not grow
 #: by those whose waits were cancelled.
 MOST_UNFETCHED = 65_536
+#: The reason with which loads fail and saves are refused once the connector goes on without a cache.
+DEGRADED = "degraded"
 #: Seconds beyond the shutdown deadline in which the threads that are idle by then may end.
 THREADS_GRACE_S = 1.0
 
@@ -60,9 +64,17 @@ class Halves:
         #: Pages that left quarantine, for `completed()`.
         self._released: list[PagesReleased] = []
         self._runner = ports.runner
-        self._services: list[CancelScope] = []
-        #: A service ended with an error, which leaves through the task group.
-        self.service_failed = False
+        self.services = Supervisor(self._service_failed)
+        #: Set when it turns into "no cache".
+        self._degraded = Event()
+        #: Whether what is under way since then has had its time; what has no end by now has none.
+        self._overdue = False
+        #: Requests whose pages nobody can give back, by incarnation; and those among them that nobody was told of.
+        self._lost: dict[int, PagesLost] = {}
+        self._lost_untold: list[PagesLost] = []
+        #: Whole blocks that passes computed without a cache.
+        self.unsaved_blocks = 0
+        self._tokens_per_block = layout.tokens_per_block
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
         self.breaker = breaker = PoolBreaker()
@@ -83,15 +95,18 @@ class Halves:
         entries.withdraw = self.worker.withdraw
         entries.plan_arrived = self.worker.plan_arrived
         entries.plan_dropped = self.worker.plan_dropped
+        self.scheduler.no_cache = lambda: bool(self.latch.degraded)
 
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
-        start = partial(self._start, group)
-        await start(self._deliver_ends)
-        await start(self._poller.run)
+        start = partial(self.services.start, group)
+        await start(self._deliver_ends, sees_ends=True)
+        await start(self._poller.run, sees_ends=True)
         await start(partial(self.breaker.run, self._ask))
         await start(self.scheduler.holds.run)
+        await start(self._name_lost)
         await self.worker.open(start)
+        self.services.all_started = True
 
     async def close(self, *, orderly: bool) -> int:
         """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).
@@ -116,13 +131,18 @@ class Halves:
             await self._runner.close(max(0.0, deadline - current_time()))
         return self.calls.outstanding
 
-    def stop(self) -> None:
-        """End every service."""
-        for scope in self._services:
-            scope.cancel()
+    @property
+    def touched_pages(self) -> PagesPerGroup:
+        """The engine's pages that a store call touches; and copies, once nobody but the shutdown waits for their end."""
+        unseen = self.worker.copied_pages if self.latch.tripped or self.latch.degraded else []
+        lost = [lost.pages for lost in self._lost.values()]
+        touched = pages_per_group([*self.calls.pages, *unseen], self.groups)
+        return _merged([touched, *lost]) if lost else touched
 
     def fetch(self) -> list[Completion]:
-        """What ended since the last fetch, oldest first."""
+        """What ended since the last fetch, oldest first. Raises PagesLost once for each request that nobody was told of."""
+        if self._lost_untold:
+            raise self._lost_untold.pop(0)
         completions = [self._naming(ended) for ended in self._completions.values()]
         # Behind them: an engine first learns which pages are in quarantine, then that they left it.
         completions += self._released
@@ -134,8 +154,44 @@ class Halves:
     def fetched(self, number: int) -> None:
         """The end of this load or request was told by the return of a wait, and is not told again."""
         self._completions.pop(number, None)
-        if not self._completions and not self._released:
+        if not self._completions and not self._released and not self._lost_untold:
             self.changed.clear()
+
+    async def until(self, number: int, record: RequestRecord, holds: Callable[[], bool]) -> None:
+        """Wait until `holds()`, woken by what ends under `number`. Raises PagesLost if nobody will see that end any more, and
+        what the latch says. Cancellation: nothing is held.
+        """
+
+        def ended() -> bool:
+            if holds():
+                return True
+            lost = self._lost.get(record.incarnation)
+            if lost is not None:
+                if lost in self._lost_untold:
+                    self._lost_untold.remove(lost)
+                raise lost
+            return False
+
+        await self.notices.until(number, ended)
+
+    def is_lost(self, record: RequestRecord) -> bool:
+        """Whether nobody can give this request's pages back."""
+        return record.phase is Phase.LOST
+
+    def cancel(self, record: RequestRecord) -> None:
+        """The request is not wanted any more."""
+        self.scheduler.cancel(record)
+        self._lose_overdue()
+
+    def preempt(self, record: RequestRecord) -> None:
+        """The request's pages are wanted back."""
+        self.scheduler.preempt(record)
+        self._lose_overdue()
+
+    def finish(self, record: RequestRecord) -> None:
+        """The request is complete."""
+        self.scheduler.finish(record)
+        self._lose_overdue()
 
     def _naming(self, ended: LoadCompleted | SavesCompleted) -> Completion:
         """The completion, with the pages of its incarnation that are in quarantine at this moment and were not named yet."""
@@ -148,6 +204,8 @@ class Halves:
     async def after_forward(self, plan: PassPlan) -> None:
         """Copy the window pages of a pass that has been queued, then hand its saves over."""
         planned, after = self.end_plan(lambda: self.scheduler.passes.take(plan))
+        if self.latch.degraded and self.settings.role != "consumer":
+            self.unsaved_blocks += sum(max(0, p.end - p.before // self._tokens_per_block) for p in planned.parts)
         snapshots: dict[int, Snapshot] = {}
         try:
             # Asked always: slots of orders that are not wanted any more go back.
@@ -166,7 +224,7 @@ class Halves:
         try:
             return end()
         except UnknownPlan as error:
-            self._break(str(error), error)
+            self._fail(str(error), error)
             raise
 
     def _ended(self, ended: LoadHold | SavesCompleted | PagesReleased) -> None:
@@ -202,28 +260,66 @@ class Halves:
         finally:
             self._desk.no_more_ends()
 
-    async def _start(self, group: TaskGroup, service: Callable[..., Any]) -> None:
-        """Start one service. From then on only `stop` ends it: a cancelled block needs it to give back what is in flight."""
-        scope = CancelScope()
-        self._services.append(scope)
-        await group.start(self._serve, service, scope)
-        # Not before it has started: trio lets nobody leave a start that was cancelled and whose task ignores that.
-        scope.shield = True
+    def _service_failed(self, error: Exception) -> bool:
+        """Whether the program around the connector goes on (O8)."""
+        return self._fail(f"a service failed with {type(error).__name__}: {error}", error)
 
-    async def _serve(  # noqa: ASYNC128 - the service says when it has started
-        self, service: Callable[..., Any], scope: CancelScope, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED
-    ) -> None:
-        """Run one service. If it fails, whoever waits in the engine's own tasks must learn of it: they are in no group of
-        ours.
-        """
-        try:
-            with scope:
-                await service(task_status=task_status)
-        except Exception as error:
-            self.service_failed = True
-            self._break(f"a service failed with {type(error).__name__}: {error}", error)
-            raise
-
-    def _break(self, why: str, error: BaseException) -> None:
+    def _fail(self, why: str, error: BaseException) -> bool:
+        """The connector is broken or, where that is wanted and it is open, without a cache. Says whether the block goes on."""
+        if self.settings.on_failure == "degrade" and self.services.all_started:
+            # Each of them is told: what fails later may be another fault.
+            observe.emit(observe.CONNECTOR_DEGRADED, reason=type(error).__name__, error=error)
+            if self.latch.degrade(why):
+                self._serve_no_more()
+            return True
         self.latch.break_(why)
         observe.emit(observe.CONNECTOR_BROKEN, reason=type(error).__name__, error=error)
+        # In the midst of closing, too: what nobody takes up any more must not be waited for.
+        self.worker.refuse_queued()
+        return False
+
+    def _serve_no_more(self) -> None:
+        """From now on there is no cache. What waits ends: at once, or when what touches its pages has ended."""
+        self.breaker.shut()
+        self.worker.no_more_work(DEGRADED)
+        for record in self.scheduler.requests.records:
+            if record.phase is Phase.FINISHING:
+                self.scheduler.cancel(record)
+        self._degraded.set()
+
+    async def _name_lost(self, *, task_status: TaskStatus[None]) -> None:
+        """Once degraded, give the copies that are under way as long as a shutdown would; then tell whose pages are lost.
+
+        Nothing begins any more, so what has no end by then was the failed service's to see, or hangs in the device.
+        """
+        task_status.started()
+        await self._degraded.wait()
+        await sleep(self.settings.shutdown_deadline_s)
+        self._overdue = True
+        self._lose_overdue()
+        # A pass whose snapshot no thread has queued by now: nobody will use the copy.
+        self._desk.no_more_ends()
+
+    def _lose_overdue(self) -> None:
+        for record in self.scheduler.requests.records if self._overdue else ():
+            hold = record.load
+            if hold is None and record.phase is Phase.OPEN:
+                continue
+            pages = pages_per_group(self.scheduler.requests.lose(record), self.groups)
+            lost = self._lost[record.incarnation] = PagesLost(record.request_id, record.incarnation, pages)
+            self._lost_untold.append(lost)
+            observe.emit(
+                observe.PAGES_LOST,
+                request_id=record.request_id,
+                incarnation=record.incarnation,
+                pages=sum(map(len, pages)),
+            )
+            for number in (record.incarnation, *(() if hold is None else (hold.load_id,))):
+                self.notices.wake(number)
+            self.changed.set()
+
+
+def _merged(tables: Iterable[PagesPerGroup]) -> PagesPerGroup:
+    """Every page of these once, per group."""
+    filled = [pages for pages in tables if pages]
+    return tuple(tuple(sorted(set().union(*columns))) for columns in zip(*filled, strict=True))

@@ -66,6 +66,14 @@ CONNECTOR_BROKEN = _event(
     "The connector stopped because of a fault that it cannot repair; every later call raises ConnectorBroken. "
     "Report it with the exception that the event carries.",
 )
+CONNECTOR_DEGRADED = _event(
+    "akv.connector.degraded",
+    "error",
+    "reason",
+    'A service of the connector failed, or an engine misreported a pass, and `on_failure` is "degrade": from now on lookups '
+    "offer nothing, loads fail and nothing is saved; the program goes on. Report it with the exception that it carries. "
+    "A connector that is opened anew, or a restart of the process, brings the cache back.",
+)
 CONNECTOR_UNCLEAN_EXIT = _event(
     "akv.connector.unclean_exit",
     "warning",
@@ -119,6 +127,13 @@ POOL_CLIENT_LINE = _event(
     "severity source text",
     "One line of the store's client as it is. Apart from akv.pool.client_log because page keys are logged at debug level "
     "only.",
+)
+PAGES_LOST = _event(
+    "akv.pages.lost",
+    "error",
+    "request_id incarnation pages",
+    "The connector has degraded, and nobody can see whether a copy still touches these pages. They must not be used again "
+    "while the process lives; the request was told by PagesLost.",
 )
 BREAKER_OPEN = _event(
     "akv.breaker.open",

@@ -42,13 +42,21 @@ class Passes:
     """The passes of one server."""
 
     def __init__(
-        self, settings: Settings, requests: Requests, reader: PassParts, ending: Ending, worker: WorkerEntries
+        self,
+        settings: Settings,
+        requests: Requests,
+        reader: PassParts,
+        ending: Ending,
+        worker: WorkerEntries,
+        saves: Callable[[], bool],
     ) -> None:
+        """`saves`: whether anything is listed for saving at this moment."""
         self._settings = settings
         self._requests = requests
         self._reader = reader
         self._ending = ending
         self._worker = worker
+        self._saves = saves
         self._tokens_per_block = ending.tokens_per_block
         self._plans: Plans[Planned] = Plans()
         #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
@@ -62,19 +70,19 @@ class Passes:
         saves: list[SaveOrder] = []
         windows: list[SaveOrder] = []
         seen: set[int] = set()
-        most = self._most_blocks
+        most, saves_now = self._most_blocks, self._saves()
         ahead = self._ahead()
         for item in scheduled:
             record = self._scheduled(item, seen)
             part = self._reader.read(record, item, ahead.get(record.incarnation, ()))
             parts.append(part)
             windows += self._window_saves(part, item)
-            if self._reader.saves and most:
+            if saves_now and most:
                 looked_at, order = self._requests.listing.some_blocks(record, part.end, part.tail, part.first, now, most)
                 most -= looked_at
                 if order is not None:
                     saves.append(order)
-            if part.closes and (again := self._saves_again(part, item)) is not None:
+            if part.closes and saves_now and (again := self._saves_again(part, item)) is not None:
                 saves.append(again)
         ordered = (*windows, *saves) if self._settings.window_first else (*saves, *windows)
         plan = PassPlan(plan_id=self._plans.next_id(), saves=ordered)
@@ -93,7 +101,7 @@ class Passes:
 
     def _window_saves(self, part: Part, item: Scheduled) -> list[SaveOrder]:
         """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""
-        order = self._requests.listing.windows(part.record, part.closing, snapshot=True)
+        order = self._requests.listing.windows(part.record, part.closing if self._saves() else (), snapshot=True)
         return [] if order is None else [order]
 
     def _saves_again(self, part: Part, item: Scheduled) -> SaveOrder | None:
@@ -129,9 +137,9 @@ class Passes:
         return planned._replace(plan=msgspec.structs.replace(planned.plan, saves=wanted)), after
 
     def _ran(self, part: Part) -> None:
-        end = part.end if self._reader.saves else 0
+        end = part.end if self._saves() else 0
         self._requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks, history=part.history)
-        if part.closes and part.closing:
+        if part.closes and part.closing and self._saves():
             self._tell_end(part)
         part.record.windows.ran(part.before, part.held, closes=part.closes)
 

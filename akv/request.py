@@ -15,10 +15,10 @@ from akv.values.requests import LoadCompleted
 class Load:
     """A reservation: pages of one request that are the connector's until the load reached its terminal state (D2)."""
 
-    def __init__(self, halves: Halves, hold: LoadHold, request_id: str) -> None:
+    def __init__(self, halves: Halves, hold: LoadHold, record: RequestRecord) -> None:
         self._halves = halves
         self._hold = hold
-        self._request_id = request_id
+        self._record = record
 
     @property
     def state(self) -> LoadState | None:
@@ -30,11 +30,12 @@ class Load:
 
         Raises LoadFailed if the pool did not deliver a page, LoadCancelled if the request was cancelled or finished meanwhile:
         the pages are the engine's again, with undefined content, but for those that the error names as quarantined. Raises
-        ConnectorBroken or NotOpenError if the connector ended first.
+        ConnectorBroken or NotOpenError if the connector ended first. PagesLost if the connector degraded (`on_failure`) and
+        nobody can see any more whether the copies into them have ended.
         **Cancellation:** only the wait ends; the load goes on and the pages stay the connector's. `Request.cancel()` ends a
         load.
         """
-        await self._halves.notices.until(self._hold.load_id, lambda: self._hold.completed is not None)
+        await self._halves.until(self._hold.load_id, self._record, lambda: self._hold.completed is not None)
         self._halves.fetched(self._hold.load_id)
         completed = self._hold.completed
         if completed is None:
@@ -43,8 +44,8 @@ class Load:
             return completed
         quarantined = self._halves.scheduler.requests.pages.tell((completed.request_id, completed.incarnation))
         if completed.state is LoadState.FAILED:
-            raise LoadFailed(self._request_id, self._hold.failed_key, completed.reason, quarantined)
-        raise LoadCancelled(self._request_id, quarantined)
+            raise LoadFailed(self._record.request_id, self._hold.failed_key, completed.reason, quarantined)
+        raise LoadCancelled(self._record.request_id, quarantined)
 
 
 class Request:
@@ -72,6 +73,11 @@ class Request:
     def closed(self) -> bool:
         """Whether nothing of akv's touches the request's pages any more, but for those in quarantine."""
         return self._record.phase is Phase.CLOSED
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can give its pages back any more: what `PagesLost` says."""
+        return self._halves.is_lost(self._record)
 
     @property
     def quarantined(self) -> PagesPerGroup:
@@ -105,7 +111,7 @@ class Request:
         self._halves.latch.check()
         hold = self._halves.scheduler.reserve(self._record, offer, honoured_tokens, pages, priority)
         self._load_ids.append(hold.load_id)
-        return Load(self._halves, hold, self.request_id)
+        return Load(self._halves, hold, self._record)
 
     def append(self, tokens: Tokens) -> None:
         """Add confirmed generated tokens, so that blocks which decoding completes can be saved (S12). No drafts. Also while
@@ -124,12 +130,13 @@ class Request:
         Computed blocks that no pass listed are read live now, so call it before the pages are freed or changed. Idempotent.
         """
         self._halves.latch.check()
-        self._halves.scheduler.finish(self._record)
+        self._halves.finish(self._record)
 
     async def finished(self) -> PagesPerGroup:
         """`finish()`, then wait until its saves ended: the pages are the engine's again (S7), but for those that it returns.
 
-        These are in quarantine, as for `cancel()`; there are some only if a load was under way.
+        These are in quarantine, as for `cancel()`; there are some only if a load was under way. Raises PagesLost, as
+        `cancel()` does, if the connector degraded and nobody can see any more whether the pages are read.
 
         **Cancellation:** the wait ends, the saves go on and the pages stay held; ask again, or call `cancel()`.
         """
@@ -148,7 +155,7 @@ class Request:
         **Cancellation:** the request is cancelled all the same; only the wait ends. Ask again, or watch `completed()`.
         """
         self._halves.latch.check()
-        self._halves.scheduler.cancel(self._record)
+        self._halves.cancel(self._record)
         return await self._until_closed()
 
     async def preempted(self) -> PagesPerGroup:
@@ -165,7 +172,7 @@ class Request:
         """
         self._halves.latch.check()
         ending = self.incarnation
-        self._halves.scheduler.preempt(self._record)
+        self._halves.preempt(self._record)
         await self._until_ended(ending, lambda: self.closed or self.incarnation != ending)
         return self.quarantined if self.closed else self._name()
 
@@ -176,7 +183,7 @@ class Request:
     async def _until_ended(self, incarnation: int, ended: Callable[[], bool]) -> None:
         if incarnation not in self._unnamed:
             self._unnamed.append(incarnation)
-        await self._halves.notices.until(incarnation, ended)
+        await self._halves.until(incarnation, self._record, ended)
         self._told(incarnation)
 
     def _told(self, *ended: int) -> None:

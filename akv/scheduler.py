@@ -89,7 +89,7 @@ class SchedulerHalf:
         self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
         self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens)
         self._reader = PassParts(
-            layout, self._page_counts, self._ending, saves=self._saves, save_generated=settings.save_generated
+            layout, self._page_counts, self._ending, saves=settings.role != "consumer", save_generated=settings.save_generated
         )
         forgetful = [window.group for window in windows]
         bounds = BacklogBounds(settings.backlog_bytes, settings.backlog_passes)
@@ -99,7 +99,9 @@ class SchedulerHalf:
         )
         self.holds = HoldClock(settings.save_hold_max_s, lambda record: self._carry_out(self.requests.hold_expired(record)))
         self.worker = WorkerEntries()
-        self.passes = Passes(settings, self.requests, self._reader, self._ending, self.worker)
+        self.passes = Passes(settings, self.requests, self._reader, self._ending, self.worker, lambda: self._saves)
+        #: Whether the connector goes on without a cache (O8): nothing is offered and nothing listed for saving.
+        self.no_cache: Callable[[], bool]
 
     def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool) -> RequestRecord:
         """A request begins with its prompt's tokens. Raises TokenError, EngineContractError; then nothing was opened."""
@@ -128,6 +130,8 @@ class SchedulerHalf:
             if answer.hole is not None:
                 # Evicted, or the pool was lost: whoever computes them saves them again.
                 self.requests.not_found(record, answer.hole)
+            if self.no_cache():
+                answer = self._lookup.nothing(LookupOutcome.DEGRADED, answer.probed)
         if record.incarnation == incarnation:
             self.requests.matched_locally(record, local_tokens)
         observe.emit(
@@ -174,6 +178,9 @@ class SchedulerHalf:
 
     def finish(self, record: RequestRecord) -> None:
         """The request is complete; what it computed and no pass listed is saved now (S12)."""
+        if self.no_cache():
+            # Its saves were refused; what still reads its pages is waited for, and no store call.
+            self.cancel(record)
         if record.phase is not Phase.OPEN:
             self._carry_out(self.requests.finish(record, upto=0))
             return
@@ -242,6 +249,8 @@ class SchedulerHalf:
         """Why a lookup of this request does not ask the pool; None if it does."""
         if self._settings.role == "producer" or not record.reads_cache:
             return LookupOutcome.NOT_READING
+        if self.no_cache():
+            return LookupOutcome.DEGRADED
         if record.failed_loads >= self._settings.max_load_attempts:
             return LookupOutcome.LOADS_FAILED
         if self._desk.hangs(CallKind.GET):
@@ -252,7 +261,7 @@ class SchedulerHalf:
 
     @property
     def _saves(self) -> bool:
-        return self._settings.role != "consumer"
+        return self._settings.role != "consumer" and not self.no_cache()
 
     def _closing(self, record: RequestRecord) -> int:
         """Blocks that a request which finishes now may have published (S12)."""

@@ -21,7 +21,7 @@ from akv.flow.snapshot import Ring, RingNews, Snapshot, take_snapshots
 from akv.flow.staging import Staging
 from akv.ownership.backlog import SaveBacklog
 from akv.ownership.reservations import LoadRecord, Reservations
-from akv.ownership.saves import Saves
+from akv.ownership.saves import Saves, SaveTicket
 from akv.ownership.slots import SlotPool
 from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
@@ -38,12 +38,14 @@ from akv.services.reporter import TransferReporter
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
+from akv.values.messages import GroupPages, LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
 from akv.values.pressure import BreakerState, Pressure, StagingPressure
 
 #: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
 #: reach the device while the rest is on its way.
 LARGEST_BATCH = 256
+#: The reason with which a save is refused whose saver failed.
+SAVER_FAILED = "saver_failed"
 
 
 class WorkerHalf:
@@ -100,6 +102,8 @@ class WorkerHalf:
         #: What is on this list is registered with the pool, or about to be.
         self._registered: list[HostBuffer] = []
         self._idle = Event()
+        #: With which reason work ends that the gate does not let through.
+        self._refusal = NOT_ASKED
         #: What it would tell a scheduler half in another process.
         self.terms = terms_of(layout, keys, ports.device.page_counts, role=settings.role, load_mode=settings.load_mode)
 
@@ -115,7 +119,7 @@ class WorkerHalf:
             await start(partial(self._loads.run, partial(self._load, loading, stream)))
         for index in range(self._settings.savers):
             stream = self._ports.device.open_stream(f"akv-save-{index}")
-            await start(partial(self._saves.run, partial(save, self._parts, saving, stream)))
+            await start(partial(self._saves.run, partial(self._save, saving, stream)))
 
     def fence(self) -> PassEvent:
         """Mark the present end of the execution stream. Taken before anything is handed over: a device that fails here has
@@ -172,8 +176,24 @@ class WorkerHalf:
 
         Of what is under way nothing further begins; it ends with the call or the copy that it waits for.
         """
-        loads = self._parts.reservations.refuse_queued(NOT_ASKED)
-        self._report(PassReport(loads=tuple(loads), saves=tuple(self._parts.saves.refuse(NOT_ASKED))))
+        loads = self._parts.reservations.refuse_queued(self._refusal)
+        self._report(PassReport(loads=tuple(loads), saves=tuple(self._parts.saves.refuse(self._refusal))))
+
+    def no_more_work(self, reason: str) -> None:
+        """The gate is shut for good. Loads fail when nothing can write into their pages, queued saves are refused (O8)."""
+        self._refusal = reason
+        self.no_more_passes()
+        records, loads = self._parts.reservations.fail_all(reason)
+        for record in records:
+            if record.interrupt is not None:
+                record.interrupt()
+        self._report(PassReport(loads=tuple(loads)))
+        self.refuse_queued()
+
+    @property
+    def copied_pages(self) -> list[GroupPages]:
+        """The engine's pages that copies write or read whose end nobody has seen."""
+        return [*self._parts.reservations.written, *self._parts.saves.read]
 
     def quarantine_full(self) -> bool:
         """Whether given-up calls hold more memory than `quarantine_max_bytes` (M3)."""
@@ -182,7 +202,9 @@ class WorkerHalf:
         half_of_staging = sum(staging.buffer.nbytes for staging in self.stagings) // 2
         return slots * self._slot_bytes + pages > (self._settings.quarantine_max_bytes or half_of_staging)
 
-    def pressure(self, calls: StoreCalls, backlog: SaveBacklog, breaker: BreakerState) -> Pressure:
+    def pressure(
+        self, calls: StoreCalls, backlog: SaveBacklog, breaker: BreakerState, degraded: str, unsaved_blocks: int
+    ) -> Pressure:
         """How busy it is (V4)."""
         reservations, saves = self._parts.reservations, self._parts.saves
         loading, saving = (_pressure(staging.slots) for staging in self.stagings)
@@ -201,6 +223,8 @@ class WorkerHalf:
             given_up_calls=calls.given_up,
             quarantined_page_bytes=reservations.quarantined_bytes + saves.quarantined_bytes,
             breaker=breaker,
+            degraded=degraded,
+            unsaved_blocks=unsaved_blocks,
         )
 
     def withdraw(self, message: Withdrawal) -> None:
@@ -292,8 +316,18 @@ class WorkerHalf:
     async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
         with CancelScope() as scope:
             record.interrupt = scope.cancel
-            await load(self._parts, staging, stream, record)
-        record.interrupt = None
+            try:
+                await load(self._parts, staging, stream, record)
+            finally:
+                record.interrupt = None
+
+    async def _save(self, staging: Staging, stream: CopyStream, ticket: SaveTicket) -> None:
+        try:
+            await save(self._parts, staging, stream, ticket)
+        except Exception:
+            # It has no saver any more, and would never end.
+            self._parts.saves.abandon(ticket, SAVER_FAILED, lambda result: self._report(PassReport(saves=(result,))))
+            raise
 
     def _report(self, report: PassReport) -> None:
         for result in report.loads:

@@ -292,6 +292,13 @@ class Requests:
         """
         return self._end(record, Happening.HELD_TOO_LONG)
 
+    def lose(self, record: RequestRecord) -> list[GroupPages]:
+        """Nobody will say when its pages are free. Its id may be used again; its pages, which are returned, never are."""
+        self._move(record, Happening.UNSEEN)
+        del self._open[record.request_id]
+        saved = [group for order in record.saves.values() if not order.snapshot for group in order.groups]
+        return [*saved, *(() if record.load is None else record.load.groups)]
+
     def pages_unread(self, message: PagesUnread) -> list[Effect]:
         """The worker says that nothing reads pages of a withdrawn incarnation any more, but for those in quarantine."""
         record = self._record(message.request_id, message.incarnation)

@@ -138,6 +138,17 @@ class Reservations:
         queued, self._queue = self._queue, []
         return [result for record in queued if (result := self.fail(record, "", reason)) is not None]
 
+    def fail_all(self, reason: str) -> tuple[list[LoadRecord], list[LoadResult]]:
+        """No load will get anywhere any more: each fails, when nothing can write into its pages. Returns as `withdraw`."""
+        self._queue.clear()
+        records = list(self._active.values())
+        return records, [result for record in records if (result := self.fail(record, "", reason)) is not None]
+
+    @property
+    def written(self) -> list[GroupPages]:
+        """The pages of loads that have copies queued or running."""
+        return [group for record in self._active.values() if record.copies for group in record.order.groups]
+
     def withdraw(self, request_id: str, incarnation: int) -> tuple[list[LoadRecord], list[LoadResult]]:
         """An incarnation ended: its load is cancelled wherever it stands. A queued one ends at once, undispatched (D9).
 

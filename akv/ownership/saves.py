@@ -7,7 +7,7 @@ not waited for: its pages stay in quarantine until it returned (D6).
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from akv.values.messages import GroupPages, PagesReleased, PagesUnread, SaveOrder, SaveResult, pages_per_group
@@ -19,6 +19,7 @@ class SaveTicket:
     __slots__ = (
         "_left",
         "_refused",
+        "abandoned",
         "accepted",
         "after",
         "bytes",
@@ -46,6 +47,8 @@ class SaveTicket:
         self.withdrawn = False
         #: Withdrawn, and its pages were given back, but for those of `calls`: these are in quarantine.
         self.let_go = False
+        #: Its saver failed: called with its result when nothing of it touches pages any more.
+        self.abandoned: Callable[[SaveResult], None] | None = None
         #: The pool takes nothing at present: what has not reached it counts as refused.
         self.rest_refused = False
         self.bytes = 0
@@ -147,6 +150,7 @@ class Saves:
     def end_read(self, ticket: SaveTicket) -> list[PagesUnread]:
         """A read's event completed (or the read failed): it touches no page any more."""
         ticket.reads -= 1
+        self._end_abandoned(ticket)
         return self._unread_now((ticket.order.request_id, ticket.order.incarnation))
 
     def begin_call(self, ticket: SaveTicket, pages: GroupPages) -> bool:
@@ -159,6 +163,7 @@ class Saves:
     def end_call(self, ticket: SaveTicket, pages: GroupPages) -> PagesReleased | None:
         """The store call returned: it reads nothing any more. The pages leave quarantine, if they had got there."""
         ticket.calls.remove(pages)
+        self._end_abandoned(ticket)
         if not ticket.let_go:
             return None
         self.quarantined_bytes -= self._bytes([pages])
@@ -174,6 +179,23 @@ class Saves:
         if ticket.snapshot is not None:
             ticket.snapshot.claim.leave()
         return ticket.result()
+
+    def abandon(self, ticket: SaveTicket, reason: str, ended: Callable[[SaveResult], None]) -> None:
+        """Its saver failed. It ends, its rest refused, once nothing of it touches pages; `ended` is given the result then."""
+        if ticket.order.save_id in self._active:
+            ticket.refuse_rest(reason)
+            ticket.abandoned = ended
+            self._end_abandoned(ticket)
+
+    def _end_abandoned(self, ticket: SaveTicket) -> None:
+        if ticket.abandoned is not None and not ticket.reads and not ticket.calls:
+            ended, ticket.abandoned = ticket.abandoned, None
+            ended(self.end(ticket))
+
+    @property
+    def read(self) -> list[GroupPages]:
+        """The pages of tickets that have reads queued or running."""
+        return [group for ticket in self._active.values() if ticket.reads for group in ticket.order.groups]
 
     def refuse(self, reason: str) -> list[SaveResult]:
         """The pool takes nothing at present. Tickets that nobody took up end here, refused; of the others nothing further

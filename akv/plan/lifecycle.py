@@ -26,6 +26,8 @@ class Phase(Enum):
     #: store call that does is not waited for, and its pages go into quarantine (D6).
     CANCELLING = "cancelling"
     CLOSED = "closed"
+    #: Nobody can see any more what touches its pages: it is over, and they stay in the connector's hands for good (M8).
+    LOST = "lost"
 
 
 class Happening(Enum):
@@ -39,6 +41,8 @@ class Happening(Enum):
     HELD_TOO_LONG = "held too long"
     #: Nothing touches the incarnation's pages any more: `is_free`.
     PAGES_FREE = "pages free"
+    #: The connector failed, and whoever would see the end of what touches the pages with it.
+    UNSEEN = "end unseen"
 
 
 #: The phase that follows, by phase and happening. What has no entry changes nothing if it is an end that is asked for again,
@@ -56,21 +60,26 @@ TRANSITIONS: Mapping[Phase, Mapping[Happening, Phase]] = {
         Happening.PREEMPT: Phase.PREEMPTING,
         Happening.FINISH: Phase.CANCELLING,
         Happening.CANCEL: Phase.CANCELLING,
+        Happening.UNSEEN: Phase.LOST,
     },
     Phase.PREEMPTING: {
         Happening.PAGES_FREE: Phase.OPEN,
         Happening.FINISH: Phase.CANCELLING,
         Happening.CANCEL: Phase.CANCELLING,
+        Happening.UNSEEN: Phase.LOST,
     },
     Phase.FINISHING: {
         Happening.CANCEL: Phase.CANCELLING,
         Happening.HELD_TOO_LONG: Phase.CANCELLING,
         Happening.PAGES_FREE: Phase.CLOSED,
+        Happening.UNSEEN: Phase.LOST,
     },
     Phase.CANCELLING: {
         Happening.PAGES_FREE: Phase.CLOSED,
+        Happening.UNSEEN: Phase.LOST,
     },
     Phase.CLOSED: {},
+    Phase.LOST: {},
 }
 
 #: Phases in which a request may be worked on.

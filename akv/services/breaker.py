@@ -30,6 +30,7 @@ class PoolBreaker:
         self._news = Event()
         self._waits: dict[CancelScope, None] = {}
         self._probing = CancelScope()
+        self._shut = False
         # Set before it runs; whoever carries these out asks the breaker itself.
         #: Says whether given-up calls hold too much memory at this moment (M3).
         self.quarantine_full: Callable[[], bool] = _no
@@ -45,6 +46,8 @@ class PoolBreaker:
 
     def lets_through(self) -> bool:
         """Whether a store call may begin now."""
+        if self._shut:
+            return False
         # Memory goes into quarantine without any call's end, so it is looked at here.
         if self.state is BreakerState.CLOSED and self.quarantine_full():
             self._opened(self._breaker.quarantine_full(current_time()))
@@ -98,6 +101,12 @@ class PoolBreaker:
                 if self._breaker.probe_ended(current_time(), answered=answered, quarantine_full=full):
                     self._closed()
 
+    def shut(self) -> None:
+        """Let nothing through any more, whatever the pool does: the connector goes on without it (O8)."""
+        self._shut = True
+        self.stop()
+        self._end_waits()
+
     def stop(self) -> None:
         """Probe no more: the connector closes, and waits for the calls that are under way."""
         self._probing.cancel()
@@ -106,9 +115,12 @@ class PoolBreaker:
         if opened:
             observe.emit(observe.BREAKER_OPEN, reason=self._breaker.trouble.value)
             self._news.set()
-            for scope in self._waits:
-                scope.cancel()
+            self._end_waits()
             self.on_open()
+
+    def _end_waits(self) -> None:
+        for scope in self._waits:
+            scope.cancel()
 
     def _closed(self) -> None:
         observe.emit(

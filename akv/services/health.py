@@ -1,4 +1,7 @@
-"""The health latch: whether a connector may be used, and if not, why. Asked on every entry and after every wait."""
+"""The health latch: whether a connector may be used, and if not, why. Asked on every entry and after every wait.
+
+It also knows whether a connector that may be used has lost its cache (O8).
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,11 +13,13 @@ from akv.errors import AkvError, ConnectorBroken, NotOpenError
 
 
 class HealthLatch:
-    """Open, then closed or broken for good. The first reason stands."""
+    """Open, perhaps degraded, then closed or broken for good. The first reason stands."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._reason: Callable[[], AkvError] | None = None
+        #: Why it goes on without a cache; empty while it has one.
+        self.degraded = ""
         self._listeners: list[Callable[[], None]] = []
         self._waits: dict[CancelScope, None] = {}
 
@@ -41,6 +46,12 @@ class HealthLatch:
     def break_(self, why: str) -> None:
         """The connector cannot go on."""
         self._trip(lambda: ConnectorBroken(f"the connector stopped: {why}. Leave its block; requests go on without a cache"))
+
+    def degrade(self, why: str) -> bool:
+        """The connector goes on without a cache, for good. Says whether this is news."""
+        news = not self.degraded
+        self.degraded = self.degraded or why
+        return news
 
     def close(self) -> None:
         """The connector's block ended."""

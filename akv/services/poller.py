@@ -4,6 +4,7 @@ An event is asked when it is handed over (on a CPU, and for short copies, it has
 nothing outstanding the poller parks. A tick is no shorter than a timer's resolution: shorter sleeps spin on some loops.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 from anyio import TASK_STATUS_IGNORED, Event, sleep
@@ -35,17 +36,27 @@ class StreamPoller:
             self._work.set()
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
-        """Poll until cancelled. What `reached` raises is a crash of the connector and leaves through here."""
+        """Poll until cancelled. What `reached` raises is a crash of the connector and leaves through here.
+
+        So does what an event raises that is no DeviceError. The other events stay on record; another `run()` goes on with
+        them.
+        """
         task_status.started()
         while True:
             if not self._watched:
                 self._work = Event()
                 await self._work.wait()
             await sleep(self._tick_s)
-            watched, self._watched = self._watched, []
-            still = [pair for pair in watched if not _asked(*pair)]
-            # Events handed over by a `reached` above are in the new list already.
-            self._watched = still + self._watched
+            watched, self._watched = deque(self._watched), []
+            still: list[tuple[PassEvent, Reached]] = []
+            try:
+                while watched:
+                    pair = watched.popleft()
+                    if not _asked(*pair):
+                        still.append(pair)
+            finally:
+                # Events handed over by a `reached` above are in the new list already.
+                self._watched = [*still, *watched, *self._watched]
 
 
 def _asked(event: PassEvent, reached: Reached) -> bool:

@@ -26,6 +26,9 @@ class LookupOutcome(StrEnum):
     DEADLINE = "deadline"
     #: The pool cannot be asked at present, or calls that hang leave no room for a load.
     UNAVAILABLE = "unavailable"
+    #: A service of the connector failed, and it goes on without a cache (`on_failure`). Apart from "unavailable", which ends
+    #: by itself.
+    DEGRADED = "degraded"
     #: As many loads are under way as `max_parked_loads` allows: computing is sooner than waiting for another.
     OVERLOADED = "overloaded"
     #: `max_load_attempts` loads of this request failed: it is computed. Named by what happened and not "exhausted", which

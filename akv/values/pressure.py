@@ -56,3 +56,7 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_page_bytes: int
     #: Not "closed": the pool cannot be asked at present, and every request computes.
     breaker: BreakerState
+    #: Why the connector goes on without a cache (`on_failure`); empty as long as it has one.
+    degraded: str = ""
+    #: Whole blocks that passes computed since then, and that were not saved.
+    unsaved_blocks: int = 0

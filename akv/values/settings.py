@@ -141,6 +141,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quarantine_max_bytes: Size = 0
     #: Seconds that leaving the connector may take in all. What the store still holds then is kept alive and reported.
     shutdown_deadline_s: Seconds = 10.0
+    #: What a fault inside the connector does to the program around it. "raise": its block ends with ConnectorBroken.
+    #: "degrade": the block goes on without a cache, so lookups offer nothing and nothing is saved until another connector is
+    #: opened. What fails while it opens is raised in either case.
+    on_failure: Literal["raise", "degrade"] = "raise"
     #: True registers an `atexit` guard that waits for outstanding store calls and, if one never returns, leaves without
     #: finalising. False gives the exit to the application: a thread inside the store then aborts the process (SIGABRT).
     exit_guard: bool = True

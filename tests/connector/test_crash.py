@@ -114,7 +114,7 @@ async def test_M8_the_block_of_a_request_passes_on_what_ended_the_connector() ->
             async with kv.request("r", TOKENS) as request:
                 load = request.reserve(await request.lookup(), 16, server.allocate(TOKENS))
                 await gate.reached()
-                kv._halves._break("planted", RuntimeError())
+                kv._halves._fail("planted", RuntimeError())
                 gate.release()
                 await load.wait()
                 await request.finished()
@@ -126,7 +126,7 @@ async def test_M8_an_error_of_a_requests_block_is_not_hidden_by_the_end_of_the_c
 
     async def breaks(kv: Connector) -> None:
         await anyio.sleep(0.01)
-        kv._halves._break("planted", RuntimeError())
+        kv._halves._fail("planted", RuntimeError())
         hold.release()
 
     async with server.open() as kv, anyio.create_task_group() as group:
