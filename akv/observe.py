@@ -88,6 +88,13 @@ POOL_OPEN = _event(
     'This process joins a pool. `data_path` is "proved" after a small value went there and back, and "no_room" if the pool '
     "had no memory for one: nobody lends any yet, or it is full.",
 )
+POOL_SHARED = _event(
+    "akv.pool.shared",
+    "info",
+    "pool master_address segment_bytes",
+    "One more connector of this event loop uses the store's client that is open, since their store settings are equal. What "
+    "they lend is lent once; the last of them closes it.",
+)
 POOL_CLOSE = _event(
     "akv.pool.close",
     "info",

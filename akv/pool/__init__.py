@@ -5,14 +5,16 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from importlib import metadata
 from ipaddress import ip_address
+from typing import NamedTuple
 
 import anyio
 import msgspec
 
 from akv.errors import NotOpenError, PoolError
-from akv.observe import CONNECTOR_UNCLEAN_EXIT, POOL_CLOSE, POOL_OPEN, emit, step
+from akv.observe import CONNECTOR_UNCLEAN_EXIT, POOL_CLOSE, POOL_OPEN, POOL_SHARED, emit, step
 from akv.pool.client import load_client_module
 from akv.pool.client_log import CLIENT_LOG
 from akv.pool.data_path import check_device, prove_data_path
@@ -20,6 +22,7 @@ from akv.pool.embedded import open_embedded_master
 from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.mooncake import MooncakePool
 from akv.pool.reach import reach_master
+from akv.pool.shared import ClientLife, shared_client
 from akv.pool.threads import ThreadRunner
 from akv.pool.transfers import PROCESS_BUDGET, entries_allowed
 from akv.settings import Settings, StoreSettings, prepare_client_environment
@@ -31,9 +34,22 @@ JOIN_DEADLINE_S = 5.0
 LEAVE_DEADLINE_S = 1.0
 
 
+class _Joined(NamedTuple):
+    """A client that was set up and used once."""
+
+    pool: MooncakePool
+    #: The setting, for events.
+    kind: str
+    #: It holds the client's log.
+    captured: bool
+
+
 @asynccontextmanager
 async def open_pool(settings: Settings) -> AsyncIterator[MooncakePool]:
     """Join the pool that checked `settings` name, or start one; leave it with the block, after every store call returned.
+
+    Blocks of one event loop whose `settings.store` are equal share one client of the store, which the last of them closes; an
+    embedded pool is its block's own.
 
     The store's `setup()` and `close()` run here, on the loop's thread: they hold the interpreter lock from beginning to end,
     so a thread would keep nothing alive beside them (a fraction of a second to join, one to three to leave).
@@ -63,26 +79,24 @@ async def open_pool(settings: Settings) -> AsyncIterator[MooncakePool]:
         if settings.pool == "embedded":
             address = await stack.enter_async_context(open_embedded_master(settings.lease_s))
             store = msgspec.structs.replace(store, master_address=address)
-        captured = settings.client.capture_log and CLIENT_LOG.hold()
-        try:
-            pool = await _join(settings, store)
-        except BaseException:
-            if captured:
-                CLIENT_LOG.release()
-            raise
-        try:
-            yield pool
-        finally:
-            # In a forked child the store is the parent's, and asyncio does not even know its loop.
-            if not PROCESS_GUARD.forked_with_a_store:
-                with anyio.CancelScope(shield=True):
-                    # A store that stays open goes on logging, and its lines stay captured.
-                    if await _leave(pool, settings.pool) and captured:
-                        CLIENT_LOG.release()
+        life = ClientLife(partial(_join, settings, store), partial(_join_again, settings), _may_close, _close)
+        joined = await stack.enter_async_context(shared_client(store, life))
+        yield joined.pool
 
 
-async def _join(settings: Settings, store: StoreSettings) -> MooncakePool:
-    """A pool that was set up and used once, with the guard. Undoes what it did if that fails."""
+async def _join(settings: Settings, store: StoreSettings) -> _Joined:
+    """Join the pool. Undoes what it did if that fails."""
+    captured = settings.client.capture_log and CLIENT_LOG.hold()
+    try:
+        return _Joined(await _set_up_and_prove(settings, store), settings.pool, captured)
+    except BaseException:
+        if captured:
+            CLIENT_LOG.release()
+        raise
+
+
+async def _set_up_and_prove(settings: Settings, store: StoreSettings) -> MooncakePool:
+    """A pool that was set up and used once, with the guard."""
     with step(
         POOL_OPEN,
         pool=settings.pool,
@@ -102,9 +116,18 @@ async def _join(settings: Settings, store: StoreSettings) -> MooncakePool:
             fields["data_path"] = await prove_data_path(pool, settings.namespace, store)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await _leave(pool, settings.pool)
+                joined = _Joined(pool, settings.pool, captured=False)
+                _close(joined, await _may_close(joined))
             raise
         return pool
+
+
+async def _join_again(settings: Settings, joined: _Joined) -> None:
+    """The client is there already. Its master must answer, as it must whoever joins first."""
+    await reach_master(joined.pool.address, JOIN_DEADLINE_S)
+    if settings.exit_guard:
+        PROCESS_GUARD.arm(settings.shutdown_deadline_s)
+    emit(POOL_SHARED, pool=settings.pool, master_address=joined.pool.address, segment_bytes=settings.store.segment_bytes)
 
 
 def set_up_store(store: StoreSettings) -> MooncakePool:
@@ -145,26 +168,33 @@ async def _check_local_hostname(store: StoreSettings) -> None:
         ) from error
 
 
-async def _leave(pool: MooncakePool, kind: str) -> bool:
-    """Close the store if that is safe; else leave it with the exit guard, which holds it already. Says whether it closed."""
+async def _may_close(joined: _Joined) -> bool:
+    """Whether the master answers: without it, closing would hold the interpreter lock for up to a minute."""
     try:
-        await reach_master(pool.address, LEAVE_DEADLINE_S)
-        answers = True
+        await reach_master(joined.pool.address, LEAVE_DEADLINE_S)
     except PoolError:
-        answers = False
-    # Beside a call, closing would crash the process; without a master it would hold the interpreter lock for up to a minute.
-    if pool.calls_running or not answers:
+        return False
+    return True
+
+
+def _close(joined: _Joined, master_answers: bool) -> None:
+    """Close the store if that is safe; else leave it with the exit guard, which holds it already."""
+    pool = joined.pool
+    # Beside a call, closing would crash the process.
+    if pool.calls_running or not master_answers:
         emit(
             CONNECTOR_UNCLEAN_EXIT,
             outstanding_calls=pool.calls_running,
             buffers=pool.buffers_registered,
             deadline_s=LEAVE_DEADLINE_S,
         )
-        return False
-    with step(POOL_CLOSE, pool=kind):
+        return
+    with step(POOL_CLOSE, pool=joined.kind):
         pool.close()
     PROCESS_GUARD.release(pool)
-    return True
+    # A store that stays open goes on logging, and its lines stay captured.
+    if joined.captured:
+        CLIENT_LOG.release()
 
 
 def _client_version() -> str:

@@ -42,9 +42,10 @@ class ExitGuard:
 
         `deadline_s`: how long the end of the process may wait for calls. Of several connectors the longest counts.
         """
-        if self._deadline_s is None:
-            atexit.register(self._at_exit)
-        self._deadline_s = max(deadline_s, self._deadline_s or 0.0)
+        with self._changed:
+            if self._deadline_s is None:
+                atexit.register(self._at_exit)
+            self._deadline_s = max(deadline_s, self._deadline_s or 0.0)
 
     def exit_with(self, status: int) -> None:
         """The status to leave with if the hook must leave by itself; the command line passes its own here.
@@ -80,11 +81,14 @@ class ExitGuard:
 
     def hold(self, pool: object) -> None:
         """Keep an open pool alive until `release()`. Whoever cannot close it safely simply never releases it."""
-        self._held.append(pool)
+        with self._changed:
+            self._held.append(pool)
 
     def release(self, pool: object) -> None:
         """The pool was closed: it no longer stands in the way of an ordinary exit. Idempotent."""
-        self._held = [held for held in self._held if held is not pool]
+        # Loops in two threads may hold and release at the same time.
+        with self._changed:
+            self._held = [held for held in self._held if held is not pool]
 
     @property
     def forked_with_a_store(self) -> bool:

@@ -130,6 +130,7 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("revision", "\n"),
     ("pin_model_key", "yes"),
     ("role", "reader"),
+    ("on_failure", "ignore"),
     ("load_mode", "sync"),
     ("pool", "redis"),
     ("store", 5),
