@@ -135,7 +135,7 @@ class FakeServer:
 
     def content(self, block_hash: bytes, group: int) -> bytes:
         """What a page of this block holds."""
-        return shake_128(block_hash + bytes([group])).digest(self.layout.groups[group].bytes_per_page)
+        return page_content(block_hash, group, self.layout.groups[group].bytes_per_page)
 
     def write(
         self, tokens: Sequence[int], table: PageTable, first: int = 0, end: int | None = None, duration_s: float = 0.0
@@ -222,3 +222,8 @@ class FakeServer:
         left = [f"registered {buffer!r}" for buffer in self.pool.registered]
         left += [f"outstanding {kind} calls" for kind in CallKind if self.runner.outstanding(kind)]
         return [*left, "copies"] if self.device.busy else left
+
+
+def page_content(block_hash: bytes, group: int, nbytes: int) -> bytes:
+    """What the page of a block holds in a layer group, in place of what a model would compute: it follows from these alone."""
+    return shake_128(block_hash + bytes([group])).digest(nbytes)

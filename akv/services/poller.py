@@ -47,16 +47,20 @@ class StreamPoller:
                 self._work = Event()
                 await self._work.wait()
             await sleep(self._tick_s)
-            watched, self._watched = deque(self._watched), []
-            still: list[tuple[PassEvent, Reached]] = []
-            try:
-                while watched:
-                    pair = watched.popleft()
-                    if not _asked(*pair):
-                        still.append(pair)
-            finally:
-                # Events handed over by a `reached` above are in the new list already.
-                self._watched = [*still, *watched, *self._watched]
+            self._ask_each()
+
+    def _ask_each(self) -> None:
+        # In a frame of its own: while the poller parks, nothing of what it polled last may be kept alive.
+        watched, self._watched = deque(self._watched), []
+        still: list[tuple[PassEvent, Reached]] = []
+        try:
+            while watched:
+                pair = watched.popleft()
+                if not _asked(*pair):
+                    still.append(pair)
+        finally:
+            # Events handed over by a `reached` above are in the new list already.
+            self._watched = [*still, *watched, *self._watched]
 
 
 def _asked(event: PassEvent, reached: Reached) -> bool:
