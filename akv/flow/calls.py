@@ -83,6 +83,11 @@ class CallDesk:
         #: What waits that no cancellation cuts short wait for. None once nothing is delivered any more.
         self._uncut: set[Event] | None = set()
 
+    @property
+    def places_taken(self) -> int:
+        """Places among the calls of all kinds that somebody has. 0 when nothing is under way."""
+        return sum(place.statistics().borrowed_tokens for place in self._places.values())
+
     async def run(
         self,
         kind: CallKind,

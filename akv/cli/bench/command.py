@@ -14,6 +14,7 @@ from rich.table import Table
 
 from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
+from akv.cli.bench.soak import SoakFigures, bench_soak
 from akv.errors import DependencyError
 
 
@@ -65,6 +66,22 @@ def add_bench(app: typer.Typer) -> None:
             _show_faults(figures)
         raise typer.Exit(code=1 if figures.missed else 0)
 
+    @bench.command()
+    def soak(
+        backend: Annotated[Loop, typer.Option(help="The event loop to run on.")] = Loop.ASYNCIO,
+        requests: Annotated[int, typer.Option(min=1, help="Requests behind the warm-up.")] = 10_000,
+        host_pages: Annotated[bool, typer.Option(help="Let the store read and write the engine's pages itself.")] = False,
+        seed: Annotated[int, typer.Option(help="Of the prompts, and of what cancels them when.")] = 0,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    ) -> None:
+        """Serve requests at random, cancelled wherever they stand, on a real store. Status 1 if anything is left behind."""
+        figures = _run(partial(bench_soak, backend.value, requests, host_pages=host_pages, seed=seed), backend)
+        if as_json:
+            sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
+        else:
+            _show_soak(figures)
+        raise typer.Exit(code=1 if figures.failures else 0)
+
 
 _Measured = TypeVar("_Measured")
 
@@ -107,3 +124,20 @@ def _show(figures: LookupFigures) -> None:
     ):
         table.add_row(f"late wakings, {name}", f"median {late.p50:.2f}, p99 {late.p99:.2f}, most {late.most:.2f} ms")
     Console().print(table)
+
+
+def _show_soak(figures: SoakFigures) -> None:
+    before, after = figures.before, figures.after
+    title = f"{figures.requests:,} requests in {figures.seconds:.1f} s, on {figures.backend}"
+    table = Table("", "before", "after", title=title)
+    for what in before.__struct_fields__:
+        table.add_row(what.replace("_", " "), f"{getattr(before, what):,}", f"{getattr(after, what):,}")
+    table.add_section()
+    table.add_row("pages compared", "", f"{figures.pages_compared:,}")
+    table.add_row("of them wrong", "", f"{figures.page_mismatches:,}")
+    for how, count in (*figures.ended.items(), *((f"cut short {stage}", n) for stage, n in figures.cut_short.items())):
+        table.add_row(how, "", f"{count:,}")
+    console = Console()
+    console.print(table)
+    for failure in figures.failures:
+        console.print(failure, style="red")
