@@ -39,7 +39,7 @@ from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPla
 from akv.values.offers import LookupOutcome, Offer
 from akv.values.pressure import BreakerState, Pressure, StagingPressure
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted, Scheduled
-from akv.values.scope import EMPTY_SCOPE, Scope
+from akv.values.scope import EMPTY_SCOPE, Lora, Media, Scope
 
 __all__ = [
     "EMPTY_SCOPE",
@@ -65,6 +65,8 @@ __all__ = [
     "LoadFailed",
     "LoadState",
     "LookupOutcome",
+    "Lora",
+    "Media",
     "NotOpenError",
     "Offer",
     "PageIndex",

@@ -48,16 +48,26 @@ class Connector:
         return self._halves.changed
 
     def open_request(
-        self, request_id: str, tokens: Tokens, scope: Scope = EMPTY_SCOPE, *, reads_cache: bool = True
+        self,
+        request_id: str,
+        tokens: Tokens,
+        scope: Scope = EMPTY_SCOPE,
+        *,
+        reads_cache: bool = True,
+        dummy: bool = False,
     ) -> Request:
         """Begin a request with its prompt: a sequence of ints or a one-dimensional integer array, n tokens.
 
         An array is encoded in 3 ns per token, a list in 30: hand prompts of 100,000 tokens over as arrays. With
-        `reads_cache=False` (prompt logits are wanted) the request is offered nothing and saved all the same (L7). Raises
-        TokenError for a token outside int64, EngineContractError for an id that is open; then nothing was opened.
+        `reads_cache=False` (prompt logits are wanted) the request is offered nothing and saved all the same (L7). `dummy`: it
+        fills a batch or warms the engine up, neither reads nor writes, no page of it is looked at, no lookup of it is told.
+
+        Raises TokenError for a token outside int64 or a scope that cannot be, EngineContractError for an id that is open; then
+        nothing was opened.
         """
         self._halves.latch.check()
-        return Request(self._halves, self._halves.scheduler.open(request_id, tokens, scope, reads_cache=reads_cache))
+        record = self._halves.scheduler.open(request_id, tokens, scope, reads_cache=reads_cache, dummy=dummy)
+        return Request(self._halves, record)
 
     @asynccontextmanager
     async def request(
@@ -207,6 +217,9 @@ async def _open_connector(
     check_capabilities(capabilities, layout)
     check_staging(settings, layout.largest_page_bytes)
     check_backlog(settings, sum(group.bytes_per_page for group in layout.groups if not group.is_window))
+    if settings.integrity != "off":
+        # Their keys promise a trailer behind each page, and nothing writes one yet (S11).
+        raise SettingsError("integrity", settings.integrity, "pages cannot be stored with a trailer yet", "Leave it out.")
     if layout.world != 1:
         raise SettingsError(
             "layout.world", layout.world, "this connector serves one rank", "Use a layout of one rank, world=1."

@@ -76,7 +76,7 @@ class Halves:
         self.unsaved_blocks = 0
         self._tokens_per_block = layout.tokens_per_block
         self._poller = StreamPoller(settings.poll_tick_s)
-        keys = KeySpace.of(layout, settings.namespace, settings.model_key, settings.revision, settings.pin_model_key)
+        keys = KeySpace.of_settings(settings, layout)
         self.breaker = breaker = PoolBreaker()
         self._desk = desk = CallDesk(ports.runner, self.calls, self._poller, breaker)
         # Every key of a page has more parts, so nobody writes this one.
@@ -107,6 +107,8 @@ class Halves:
         await start(self._name_lost)
         await self.worker.open(start)
         self.services.all_started = True
+        if self.settings.key_format != "akv":
+            observe.emit(observe.KEYS_FOREIGN, key_format=self.settings.key_format)
 
     async def close(self, *, orderly: bool) -> int:
         """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).

@@ -164,6 +164,28 @@ LOOKUP_COMPLETE = _event(
     "request_id incarnation outcome tokens local_tokens probed_keys duration_s",
     "A lookup answered; `outcome` is one of the words of LookupOutcome, `tokens` the size of the offer.",
 )
+REQUEST_EXCLUDED = _event(
+    "akv.request.excluded",
+    "debug",
+    "request_id incarnation reason",
+    'A request neither reads nor writes. `reason`: "media_unknown", its prompt has media without digests; "unsalted", it has '
+    "no salt, and `require_salt` asks for one. Its lookups end with the same word.",
+)
+MEDIA_UNKNOWN = _event(
+    "akv.request.media_unknown",
+    "warning",
+    "request_id incarnation",
+    "The first request of this connector whose media have no digests: the placeholders of two pictures look alike, so nothing "
+    "is read or saved for such requests. Let the engine's adapter give a digest for each. Told once; akv.request.excluded "
+    "counts them.",
+)
+KEYS_FOREIGN = _event(
+    "akv.keys.foreign",
+    "warning",
+    "key_format",
+    'The keys are spelt as another system spells them ("trtllm"), and its servers may share the pool. Older ones may have '
+    "stored pages that were not computed, or that were used again, under valid keys: what is loaded is as good as its writer.",
+)
 REQUEST_UNRELEASED = _event(
     "akv.request.unreleased",
     "warning",

@@ -59,13 +59,19 @@ class PassParts:
         self._page_counts = page_counts
         self._ending = ending
         self._windows = frozenset(group.group for group in ending.groups)
-        #: Whether this role saves.
-        self.saves = saves
+        self._saves = saves
         self._save_generated = save_generated
 
     def kept(self, record: RequestRecord, computed: int) -> int:
         """Tokens whose KV may be published, of `computed` ones."""
-        return computed if self._save_generated else min(computed, record.prompt_tokens)
+        if not self.saves(record):
+            return 0
+        # Where prompts alone are saved their chain ends before their lookahead, whatever was generated since (K2, S1).
+        return computed if self._save_generated else min(computed, max(0, record.prompt_tokens - self._ending.lookahead))
+
+    def saves(self, record: RequestRecord) -> bool:
+        """Whether anything of this request is published: by this role, and of a request that may be (K5, X3)."""
+        return self._saves and record.excluded is None
 
     def read(self, record: RequestRecord, item: Scheduled, ahead: Sequence[Part] = ()) -> Part:
         """One request's part. `ahead`: its parts in earlier plans that have not ended, where passes are planned ahead.
@@ -82,15 +88,17 @@ class PassParts:
             closing_blocks(self.kept(record, record.chain.length), self._tokens_per_block),
         )
         first = record.marks.mark
-        last = -(-computed // self._tokens_per_block)
+        # Of what is not saved no page is looked at: those of a dummy request need not be its own.
+        last = -(-computed // self._tokens_per_block) if record.excluded is None else first
         tail = tuple(
             () if group in self._windows else self._pages(record, group, table, first, last)
             for group, table in enumerate(item.pages)
         )
-        closes = self.saves and not record.windows.closed and self._completes(record, before, computed, ahead)
+        saves = self.saves(record)
+        closes = saves and not record.windows.closed and self._completes(record, before, computed, ahead)
         closing: tuple[WindowPages, ...] = ()
         held: tuple[WindowPages, ...] = ()
-        if self._windows and self.saves:
+        if self._windows and saves:
             if closes:
                 began_at = record.windows.began_at
                 if began_at is None:
@@ -104,7 +112,7 @@ class PassParts:
 
     def _completes(self, record: RequestRecord, before: int, computed: int, ahead: Sequence[Part]) -> bool:
         """Whether this is the first pass behind which the prompt's chain has KV (W3)."""
-        end = record.prompt_tokens // self._tokens_per_block * self._tokens_per_block
+        end = record.prompt_blocks * self._tokens_per_block
         first = record.windows.began_at is None and not ahead
         return 0 < end <= computed and (before < end or first)
 

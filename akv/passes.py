@@ -17,7 +17,6 @@ from akv.ownership.request_record import RequestRecord
 from akv.ownership.requests import Requests
 from akv.pass_parts import Part, PassParts, Planned
 from akv.plan.ending import Ending
-from akv.plan.hashing import Chain
 from akv.ports.device import PassEvent
 from akv.services.reporter import report_shed
 from akv.settings import Settings
@@ -48,9 +47,13 @@ class Passes:
         reader: PassParts,
         ending: Ending,
         worker: WorkerEntries,
+        most_blocks: int,
         saves: Callable[[], bool],
     ) -> None:
-        """`saves`: whether anything is listed for saving at this moment."""
+        """`most_blocks`: those that one pass looks at for saving. What can be hashed in a quarter of a millisecond (L3): a
+        pass computes fewer, as a rule; what is left of a long local match, say, comes with the next passes. `saves`: whether
+        anything is listed for saving at this moment.
+        """
         self._settings = settings
         self._requests = requests
         self._reader = reader
@@ -59,9 +62,7 @@ class Passes:
         self._saves = saves
         self._tokens_per_block = ending.tokens_per_block
         self._plans: Plans[Planned] = Plans()
-        #: Blocks that one pass looks at for saving: what can be hashed in a quarter of a millisecond (L3). A pass computes
-        #: fewer, as a rule; what is left of a long local match, say, comes with the next passes.
-        self._most_blocks = Chain(b"", ending.tokens_per_block).slice_blocks
+        self._most_blocks = most_blocks
 
     def plan(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """What the coming pass is to save (S1). Changes no request and no mark (S2)."""
@@ -177,7 +178,7 @@ class Passes:
     def _tell_end(self, part: Part) -> None:
         """Count what a prompt's end was worth: how many of the ends that the rewind wants have their window (W4)."""
         record = part.record
-        end = record.prompt_tokens // self._tokens_per_block
+        end = record.prompt_blocks
         observe.emit(
             observe.WINDOW_END,
             request_id=record.request_id,

@@ -11,7 +11,7 @@ from anyio import Lock, current_time
 from anyio.lowlevel import checkpoint
 
 from akv import observe
-from akv.errors import EngineContractError
+from akv.door import Door
 from akv.flow.calls import CallDesk
 from akv.flow.gate import PoolGate
 from akv.flow.lookup import LookupParts, hash_in_slices, look_up
@@ -24,7 +24,7 @@ from akv.pass_parts import PassParts
 from akv.passes import Passes, WorkerEntries
 from akv.plan.backlog import BacklogBounds
 from akv.plan.ending import Ending
-from akv.plan.hashing import Chain, scope_seed
+from akv.plan.identity import Hashing
 from akv.plan.keys import KeySpace
 from akv.plan.lifecycle import Phase
 from akv.plan.recent_chains import RecentChains
@@ -64,8 +64,10 @@ class SchedulerHalf:
         self._desk = desk
         windows = window_groups(layout.groups)
         self._tokens_per_block = layout.tokens_per_block
+        ahead = capabilities.lookahead
+        hashing = Hashing(layout.tokens_per_block, ahead, settings.key_format, settings.key_secret.encode())
         self._page_counts = ports.device.page_counts
-        self._recent = RecentChains(settings.recent_chains_tokens)
+        recent = RecentChains(settings.recent_chains_tokens)
         self._negative = NegativeKeys(len(layout.groups), settings.negative_ttl_s)
         self._lookup = LookupParts(
             pool=ports.pool,
@@ -79,40 +81,39 @@ class SchedulerHalf:
             probe_chunk=settings.probe_chunk,
             probe_concurrency=settings.probe_concurrency,
             turn=Lock(),
-            recent=self._recent,
+            recent=recent,
             negative=self._negative,
             deadline_s=settings.lookup_deadline_s,
             gate=gate,
         )
         self._ended = ended
         #: What it expects of a worker half (D1).
-        self.terms = terms_of(layout, keys, self._page_counts, role=settings.role, load_mode=settings.load_mode)
-        self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, capabilities.window_retention_tokens)
-        self._reader = PassParts(
-            layout, self._page_counts, self._ending, saves=settings.role != "consumer", save_generated=settings.save_generated
-        )
+        counts = self._page_counts
+        self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
+        retention = capabilities.window_retention_tokens
+        self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, retention, ahead)
+        # Under a drafter only the blocks of prompts are saved (S1).
+        generated = settings.save_generated and capabilities.drafter == "none"
+        saves = settings.role != "consumer"
+        self._reader = PassParts(layout, self._page_counts, self._ending, saves=saves, save_generated=generated)
         forgetful = [window.group for window in windows]
         bounds = BacklogBounds(settings.backlog_bytes, settings.backlog_passes)
         self.backlog = SaveBacklog([group.bytes_per_page for group in layout.groups], bounds)
         self.requests = Requests(
             groups=len(layout.groups), backoff_s=settings.save_backoff_s, windows=forgetful, backlog=self.backlog
         )
+        self._door = Door(self.requests, hashing, recent, require_salt=settings.require_salt)
         self.holds = HoldClock(settings.save_hold_max_s, lambda record: self._carry_out(self.requests.hold_expired(record)))
         self.worker = WorkerEntries()
-        self.passes = Passes(settings, self.requests, self._reader, self._ending, self.worker, lambda: self._saves)
+        self.passes = Passes(
+            settings, self.requests, self._reader, self._ending, self.worker, hashing.slice_blocks, lambda: self._saves
+        )
         #: Whether the connector goes on without a cache (O8): nothing is offered and nothing listed for saving.
         self.no_cache: Callable[[], bool]
 
-    def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool) -> RequestRecord:
-        """A request begins with its prompt's tokens. Raises TokenError, EngineContractError; then nothing was opened."""
-        if not isinstance(request_id, str):
-            raise EngineContractError(
-                f"a request's id is a str, not {request_id!r}: it travels in messages and stands in events"
-            )
-        chain = Chain(scope_seed(scope), self._tokens_per_block)
-        chain.append(tokens)
-        self._recent.adopt(chain)
-        return self.requests.open(request_id, chain, reads_cache=reads_cache)
+    def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool, dummy: bool) -> RequestRecord:
+        """A request begins. Raises as `Door.open` does; then nothing was opened."""
+        return self._door.open(request_id, tokens, scope, reads_cache=reads_cache, dummy=dummy)
 
     async def lookup(self, record: RequestRecord, local_tokens: int) -> Offer:
         """Ask the pool. Moves no mark and may be repeated (L5)."""
@@ -121,9 +122,9 @@ class SchedulerHalf:
         began, incarnation = current_time(), record.incarnation
         if (nothing := self._offers_nothing(record)) is not None:
             await checkpoint()
-            if self._lookup.windows and self._saves:
+            if self._lookup.windows and self._reader.saves(record):
                 # The pass that completes the prompt names its window pages, and has no time to hash it from the start (L3).
-                await hash_in_slices(record.chain, record.prompt_tokens // self._tokens_per_block, self._lookup.turn)
+                await hash_in_slices(record.chain, record.prompt_blocks, self._lookup.turn)
             answer = self._lookup.nothing(nothing)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
@@ -134,16 +135,17 @@ class SchedulerHalf:
                 answer = self._lookup.nothing(LookupOutcome.DEGRADED, answer.probed)
         if record.incarnation == incarnation:
             self.requests.matched_locally(record, local_tokens)
-        observe.emit(
-            observe.LOOKUP_COMPLETE,
-            request_id=record.request_id,
-            incarnation=incarnation,
-            outcome=answer.outcome.value,
-            tokens=answer.tokens,
-            local_tokens=local_tokens,
-            probed_keys=answer.probed,
-            duration_s=current_time() - began,
-        )
+        if not record.dummy:
+            observe.emit(
+                observe.LOOKUP_COMPLETE,
+                request_id=record.request_id,
+                incarnation=incarnation,
+                outcome=answer.outcome.value,
+                tokens=answer.tokens,
+                local_tokens=local_tokens,
+                probed_keys=answer.probed,
+                duration_s=current_time() - began,
+            )
         return Offer(
             request_id=record.request_id,
             # Of the pages that it was asked for: the local match is gone with them.
@@ -247,6 +249,8 @@ class SchedulerHalf:
 
     def _offers_nothing(self, record: RequestRecord) -> LookupOutcome | None:
         """Why a lookup of this request does not ask the pool; None if it does."""
+        if record.excluded is not None:
+            return record.excluded
         if self._settings.role == "producer" or not record.reads_cache:
             return LookupOutcome.NOT_READING
         if self.no_cache():

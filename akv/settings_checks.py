@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal, NoReturn, TypeGuard, get_args, get_o
 import msgspec
 
 from akv.errors import SettingsError
+from akv.plan.keys import SEPARATORS
+from akv.values.hidden import HIDDEN
 from akv.values.settings import SMALLEST_SEGMENT_BYTES, Settings
 
 #: Bytes per unit, for sizes written as strings. Binary only: what "GB" means differs from program to program (O5).
 BINARY_SUFFIXES = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-#: What is shown where a value must not be (X6).
-HIDDEN = "(hidden)"
+#: Bytes of a secret, at most: what blake2b takes as a key.
+MOST_SECRET_BYTES = 64
 
 
 class Refused(Exception):
@@ -76,6 +78,8 @@ def checked(source: Settings | Mapping[str, Any]) -> Settings:
     """As `check_settings`, for a caller that knows where each value came from: raises Refused, and no SettingsError."""
     settings: Settings = _build(Settings, source, at="")
     _check_keys(settings)
+    _check_secrets(settings)
+    _check_key_format(settings)
     _check_seconds(settings)
     _check_pool(settings)
     return settings
@@ -104,7 +108,8 @@ def closest(name: str, known: Mapping[str, str]) -> str:
 def shown(name: str, value: Any) -> Any:
     """The value as it may be printed: nothing named like a secret, a salt or a password is, at any depth (X6)."""
     if any(word in name.lower() for word in ("secret", "salt", "password")):
-        return HIDDEN
+        # Whether one is set may be known.
+        return value if value in ("", None) or isinstance(value, bool) else HIDDEN
     if isinstance(value, Mapping):
         return {key: shown(str(key), inner) for key, inner in value.items()}
     return [shown("", inner) for inner in value] if isinstance(value, list) else value
@@ -203,6 +208,53 @@ def _check_keys(settings: Settings) -> None:
             raise Refused(name, text, "it is not valid Unicode text (a lone surrogate)", "Write it anew.") from error
         if text and not text.strip():
             raise Refused(name, text, "it is blank, and it is a part of every key", "Write a readable name.")
+
+
+def _check_secrets(settings: Settings) -> None:
+    for name in ("key_secret", "integrity_secret"):
+        text: str = getattr(settings, name)
+        fix = "Write random text of at most 64 letters and digits, the same in every server that shares pages."
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            # Without its cause, which would quote the secret.
+            raise Refused(name, text, "it is not valid Unicode text (a lone surrogate)", fix) from None
+        if size > MOST_SECRET_BYTES:
+            raise Refused(name, text, f"it has {size} bytes, and a key of the hash has {MOST_SECRET_BYTES} at most", fix)
+    if settings.integrity == "mac" and not settings.integrity_secret:
+        raise Refused(
+            "integrity_secret",
+            "",
+            "integrity 'mac' is keyed by it, and anybody can compute codes without a key",
+            "Set it, or use integrity 'checksum', which finds accidents only.",
+        )
+    if settings.integrity != "mac" and settings.integrity_secret:
+        raise Refused(
+            "integrity_secret",
+            settings.integrity_secret,
+            f"integrity {settings.integrity!r} uses no secret, so it protects nothing",
+            "Use integrity 'mac', or leave it out.",
+        )
+
+
+def _check_key_format(settings: Settings) -> None:
+    """TensorRT-LLM's keys have no place for what its servers do not know (K1)."""
+    if settings.key_format != "trtllm":
+        return
+    wanted: dict[str, tuple[Any, str]] = {
+        "pin_model_key": (True, "its servers know no fingerprint of a layout"),
+        "integrity": ("off", "its servers store pages with nothing behind them"),
+        "key_secret": ("", "its servers hash without a key"),
+    }
+    for name, (value, why) in wanted.items():
+        if (found := getattr(settings, name)) != value:
+            fix = f"Set {name} to {value!r}, or use key_format 'akv'."
+            raise Refused(name, found, f"key_format 'trtllm' spells keys as TensorRT-LLM does, and {why}", fix)
+    for name in ("namespace", "model_key", "revision"):
+        text: str = getattr(settings, name)
+        if any(separator in text for separator in SEPARATORS):
+            why = f"with key_format 'trtllm' nothing is escaped, and {', '.join(SEPARATORS)} separate the parts of a key"
+            raise Refused(name, text, why, "Use the name that its servers use, without them.")
 
 
 def _check_seconds(settings: Settings) -> None:

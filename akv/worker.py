@@ -105,7 +105,8 @@ class WorkerHalf:
         #: With which reason work ends that the gate does not let through.
         self._refusal = NOT_ASKED
         #: What it would tell a scheduler half in another process.
-        self.terms = terms_of(layout, keys, ports.device.page_counts, role=settings.role, load_mode=settings.load_mode)
+        counts, ahead = ports.device.page_counts, capabilities.lookahead
+        self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
 
     async def open(self, start: Callable[[Callable[..., Any]], Awaitable[None]]) -> None:
         """Allocate and register memory for the store, then start loaders and savers, each as a service by `start`."""

@@ -16,10 +16,11 @@ from hashlib import shake_128
 from typing import Any, Self
 
 from akv.connector import Connector, open_connector
-from akv.plan.hashing import Chain, scope_seed
+from akv.plan.identity import Hashing
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind
 from akv.request import Load, Request
+from akv.settings import check_settings
 from akv.units import NO_PAGE
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
@@ -68,7 +69,10 @@ class FakeServer:
             "staging_buffer_bytes": slots * self.layout.largest_page_bytes,
             **settings,
         }
-        self.keys = KeySpace.of(self.layout, "akv1", "m")
+        checked = check_settings(self.settings)
+        self.keys = KeySpace.of_settings(checked, self.layout)
+        ahead, secret = self.capabilities.lookahead, checked.key_secret.encode()
+        self._hashing = Hashing(self.layout.tokens_per_block, ahead, checked.key_format, secret)
         self._free = [list(range(pages)) for _ in self.layout.groups]
 
     @classmethod
@@ -128,9 +132,8 @@ class FakeServer:
         return [len(free) for free in self._free]
 
     def hashes(self, tokens: Sequence[int], scope: Scope = EMPTY_SCOPE) -> list[bytes]:
-        """The hashes of the whole blocks of a sequence."""
-        chain = Chain(scope_seed(scope), self.tokens_per_block)
-        chain.append(tokens)
+        """The hashes of the whole blocks of a sequence, as far as their lookahead is there."""
+        chain = self._hashing.chain(scope, tokens)
         return chain.hashes(0, chain.hashable_blocks)
 
     def content(self, block_hash: bytes, group: int) -> bytes:
@@ -138,10 +141,16 @@ class FakeServer:
         return page_content(block_hash, group, self.layout.groups[group].bytes_per_page)
 
     def write(
-        self, tokens: Sequence[int], table: PageTable, first: int = 0, end: int | None = None, duration_s: float = 0.0
+        self,
+        tokens: Sequence[int],
+        table: PageTable,
+        first: int = 0,
+        end: int | None = None,
+        duration_s: float = 0.0,
+        scope: Scope = EMPTY_SCOPE,
     ) -> None:
         """The forward pass over whole blocks [first, end): a kernel that reads the blocks before and writes these."""
-        hashes = self.hashes(tokens)[:end]
+        hashes = self.hashes(tokens, scope)[:end]
         groups = range(len(self.layout.groups))
         self.device.kernel(
             reads=[(g, table[g][b]) for b in range(first) for g in groups],
@@ -179,24 +188,25 @@ class FakeServer:
         before: int = 0,
         *,
         duration_s: float = 0.0,
+        scope: Scope = EMPTY_SCOPE,
     ) -> None:
         """One pass over all of `tokens` behind the first `before`."""
         part = Scheduled(request=request, computed_before=before, tokens=len(tokens) - before, pages=table)
         plan = kv.plan_pass([part])
-        self.write(tokens, table, before // self.tokens_per_block, duration_s=duration_s)
+        self.write(tokens, table, before // self.tokens_per_block, duration_s=duration_s, scope=scope)
         await kv.after_forward(plan)
 
     # -- the store
 
-    def keys_of(self, tokens: Sequence[int]) -> list[list[str]]:
+    def keys_of(self, tokens: Sequence[int], scope: Scope = EMPTY_SCOPE) -> list[list[str]]:
         """For each layer group the keys of a sequence's whole blocks."""
-        hashes = self.hashes(tokens)
+        hashes = self.hashes(tokens, scope)
         return [self.keys.keys(group, hashes) for group in range(len(self.layout.groups))]
 
-    def stored_blocks(self, tokens: Sequence[int]) -> list[int]:
+    def stored_blocks(self, tokens: Sequence[int], scope: Scope = EMPTY_SCOPE) -> list[int]:
         """Blocks of a sequence whose pages of every group are in the store."""
         there = set(self.store.keys())
-        return [block for block, keys in enumerate(zip(*self.keys_of(tokens), strict=True)) if there.issuperset(keys)]
+        return [block for block, keys in enumerate(zip(*self.keys_of(tokens, scope), strict=True)) if there.issuperset(keys)]
 
     def put_in_store(self, tokens: Sequence[int], blocks: Sequence[int] | None = None) -> None:
         """Store a sequence's blocks (default: all whole ones) as if another server had computed them."""

@@ -77,7 +77,7 @@ async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_token
     Raises EngineContractError for a local match that cannot be. The pool's trouble is never raised: it is a miss (L2).
     **Cancellation:** a probe that is under way goes on and touches nothing; nothing is held.
     """
-    asked = lookup_range(chain.length, local_tokens, chain.tokens_per_block, request_id=request_id)
+    asked = lookup_range(chain.length, local_tokens, chain.tokens_per_block, request_id=request_id, lookahead=chain.lookahead)
     if isinstance(asked, LookupOutcome):
         await checkpoint()
         return parts.nothing(asked)

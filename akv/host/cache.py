@@ -119,6 +119,8 @@ class PagedCache:
         A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
         Raises TokenError for a token outside int64.
         """
+        if scope.media is None:
+            return 0
         return len(self._match(bytes(encode_confirmed(tokens, 0)), scope)) * self.tokens_per_block
 
     def admit(
@@ -133,7 +135,8 @@ class PagedCache:
         """Have pages for the first `capacity_tokens` tokens of a sequence; None if they are not there: nothing was taken then.
 
         What is already computed is shared, the rest comes from free pages and, if these are short, from evicted blocks,
-        least recently used leaf first. `reuse=False` neither shares nor leaves anything for others (cold runs).
+        least recently used leaf first. `reuse=False` neither shares nor leaves anything for others (cold runs), and so does a
+        scope whose media nobody has digested (K5): equal placeholders may stand for different pictures.
 
         `booked_tokens`: up to where `PagedSequence.grow()` is sure to find pages, if that is further. What lies between is
         booked, a count and not pages, and nobody else gets it, growing sequences included (D7). Book the whole prompt of
@@ -148,6 +151,7 @@ class PagedCache:
         assured = max(capacity_tokens, booked_tokens)
         if not 0 < length <= assured:
             raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {assured}")
+        reuse = reuse and scope.media is not None
         matched = self._match(encoded, scope) if reuse else []
         blocks, all_blocks = max(self.blocks_for(capacity_tokens), len(matched)), self.blocks_for(assured)
         bookings = [_booking(pool, all_blocks, len(matched)) for pool in self._holdings.pools]

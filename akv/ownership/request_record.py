@@ -5,6 +5,7 @@ from akv.ownership.window_marks import WindowMarks
 from akv.plan.hashing import Chain
 from akv.plan.lifecycle import WORKING, Holds, Phase, is_free
 from akv.values.messages import GroupPages, SaveOrder
+from akv.values.offers import LookupOutcome
 from akv.values.requests import LoadCompleted
 
 
@@ -34,6 +35,12 @@ class RequestRecord:
         self.marks = marks
         self.reads_cache = reads_cache
         self.prompt_tokens = chain.length
+        #: The length of the prompt's chain, in blocks.
+        self.prompt_blocks = chain.hashable_blocks
+        #: It fills a batch, or warms the engine up (L7).
+        self.dummy = False
+        #: Why the request neither reads nor writes, in the word of its lookups; None if it may do both.
+        self.excluded: LookupOutcome | None = None
         self.phase = Phase.OPEN
         self.load: LoadHold | None = None
         #: Loads that failed, in this life. A cancelled one is no failure of the pool.

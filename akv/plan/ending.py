@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from akv.plan.hashing import whole_blocks
 from akv.plan.window import closing_window, finishing_window, stale_blocks
 from akv.plan.window_search import WindowGroup
 from akv.units import NO_PAGE
@@ -26,6 +27,8 @@ class Ending(NamedTuple):
     rewind_tokens: int
     #: What the engine keeps behind the window (W4).
     retention_tokens: int
+    #: L: a prompt's chain ends so many tokens before it (K2).
+    lookahead: int = 0
 
     def closing(
         self, prompt_tokens: int, computed_before: int, resumed_at: int | None, tables: Sequence[Sequence[int]]
@@ -36,7 +39,7 @@ class Ending(NamedTuple):
                 group.group,
                 closing_window(
                     prompt_tokens,
-                    prompt_tokens // self.tokens_per_block,
+                    whole_blocks(prompt_tokens, self.tokens_per_block, self.lookahead),
                     computed_before,
                     group.window_tokens,
                     group.sink_tokens,

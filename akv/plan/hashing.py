@@ -1,18 +1,24 @@
-"""The chain of block hashes of one token sequence (K1, K5, K6, K7).
+"""The chain of block hashes of one token sequence (K1, K2, K5, K6, K7).
 
 A hash covers everything before it, so one hash names a whole prefix. Nothing here depends on the process (no `hash()`, no
 dict order): another server computes the same bytes, or nothing is shared.
+`akv/plan/identity.py` makes the chains of a server.
 """
 
 import struct
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 
 from akv.errors import TokenError
+from akv.plan.media import frame
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed, first_difference
-from akv.values.scope import Scope
+from akv.values.scope import Lora, Media, Scope
 
 #: Bytes of a block's hash (K1).
 HASH_BYTES = 16
+#: What the seed is digested with again where blocks are hashed over tokens behind them (K2).
+_LOOKAHEAD = b"prompt-lookahead"
 #: Token bytes that one call hashes when the caller must give the loop a chance: about 0.25 ms on a present core, so that one
 #: three times slower still keeps below the millisecond of L3.
 _SLICE_BYTES = 192 * 1024
@@ -21,23 +27,55 @@ _BLOCK_OVERHEAD_BYTES = 256
 
 # Copying a fresh state is a fifth cheaper than building one, and there is one per block.
 _FRESH = blake2b(digest_size=HASH_BYTES)
+_NO_MEDIA: Mapping[int, bytes] = MappingProxyType({})
 
 
-def _frame(data: bytes) -> bytes:
-    """Length first, so that no two lists of fields have the same bytes."""
-    return struct.pack("<I", len(data)) + data
+def hash_state(secret: bytes = b"") -> blake2b:
+    """H of K1 before its first byte, keyed by `secret` if there is one (X2): at most 64 bytes, blake2b's own bound."""
+    return blake2b(digest_size=HASH_BYTES, key=secret)
 
 
-def scope_seed(scope: Scope) -> bytes:
+def whole_blocks(tokens: int, tokens_per_block: int, lookahead: int = 0) -> int:
+    """The chain length p of a sequence of `tokens` tokens: floor((n - L)/T), and none where there are fewer than L (K2)."""
+    return max(0, tokens - lookahead) // tokens_per_block
+
+
+def scope_seed(scope: Scope, *, media: Sequence[Media] = (), lookahead: int = 0, secret: bytes = b"") -> bytes:
     """What the first block of every chain of this scope is hashed onto, 16 bytes: scopes share no hash (K1, K5).
 
-    Raises TokenError (fault of the caller of this request) if the salt cannot be written as UTF-8. The salt is not quoted.
+    `media`: those that count from the first block on, in TensorRT-LLM's way; by default the scope's media are no part of it.
+    `lookahead` is L (K2), `secret` keys every hash (X2). Raises TokenError (fault of the caller of this request) for a scope
+    that cannot be hashed. The salt is not quoted.
     """
+    state = hash_state(secret)
+    state.update(frame(_utf8("salt", scope.salt or "")) + frame(b"" if scope.lora is None else _encoded_lora(scope.lora)))
+    for item in media:
+        state.update(frame(item.digest))
+    if not lookahead:
+        return state.digest()
+    again = hash_state(secret)
+    again.update(state.digest() + _LOOKAHEAD + struct.pack("<q", lookahead))
+    return again.digest()
+
+
+def _encoded_lora(lora: Lora) -> bytes:
+    if not isinstance(lora, Lora):
+        raise TokenError(f"the lora of the request's scope is an akv.Lora, not a {type(lora).__name__}; nothing was opened")
+    if type(lora.id) is not int or not -(2**63) <= lora.id < 2**63:
+        raise TokenError("the id of the scope's LoRA adapter is an integer of 64 bits; nothing was opened")
+    return struct.pack("<q", lora.id) + _utf8("revision of the LoRA adapter", lora.revision)
+
+
+def _utf8(what: str, text: object) -> bytes:
+    """The text's bytes. It is not quoted: the salt is a secret."""
+    if not isinstance(text, str):
+        raise TokenError(f"the {what} of the request's scope is text, not a {type(text).__name__}; nothing was opened")
     try:
-        salt = (scope.salt or "").encode()
+        return text.encode()
     except UnicodeEncodeError:
-        raise TokenError("the salt of the request's scope is not valid Unicode (a lone surrogate)") from None
-    return blake2b(_frame(salt) + _frame(b""), digest_size=HASH_BYTES).digest()
+        raise TokenError(
+            f"the {what} of the request's scope is not valid Unicode (a lone surrogate); nothing was opened"
+        ) from None
 
 
 class Chain:
@@ -47,12 +85,29 @@ class Chain:
     nothing never pays for hashing. Hashing is sliced (`hash_up_to`), because a prompt of 200,000 tokens takes milliseconds.
     """
 
-    __slots__ = ("_encoded", "_hashes", "_seed", "tokens_per_block")
+    __slots__ = ("_encoded", "_fresh", "_hashes", "_media", "_seed", "lookahead", "tokens_per_block")
 
-    def __init__(self, seed: bytes, tokens_per_block: int) -> None:
-        """Start an empty chain on a scope's seed (`scope_seed`). `tokens_per_block` is T."""
+    def __init__(
+        self,
+        seed: bytes,
+        tokens_per_block: int,
+        *,
+        lookahead: int = 0,
+        media: Mapping[int, bytes] = _NO_MEDIA,
+        fresh: blake2b | None = None,
+    ) -> None:
+        """Start an empty chain on a scope's seed (`scope_seed`). `tokens_per_block` is T.
+
+        `lookahead` is L: a block is hashed over the L tokens behind it too, and has no hash before they are there (K2).
+        `media`: for blocks in which media begin to matter the bytes that follow their tokens (`akv.plan.media`). `fresh` is
+        the state that every hash begins with, `hash_state()` by default.
+        """
         self._seed = seed
         self.tokens_per_block = tokens_per_block
+        #: L.
+        self.lookahead = lookahead
+        self._media = media
+        self._fresh = _FRESH if fresh is None else fresh
         self._encoded = bytearray()
         self._hashes: list[bytes] = []
 
@@ -63,39 +118,56 @@ class Chain:
 
     @property
     def hashable_blocks(self) -> int:
-        """Whole blocks so far: those that have a hash."""
-        return self.length // self.tokens_per_block
+        """Blocks that have a hash so far: the whole ones, with their lookahead behind them."""
+        return whole_blocks(self.length, self.tokens_per_block, self.lookahead)
 
     @property
     def slice_blocks(self) -> int:
         """Blocks to hash at a stretch so that the loop is held for less than a millisecond (L3): `at_most` of `hash_up_to`."""
-        return max(1, _SLICE_BYTES // (self.tokens_per_block * TOKEN_BYTES + _BLOCK_OVERHEAD_BYTES))
+        return max(1, _SLICE_BYTES // (self._hashed_bytes + _BLOCK_OVERHEAD_BYTES))
 
     @property
     def start(self) -> bytes | None:
-        """What two chains that can share hashes have in common: seed, T, the first block. None below one block."""
-        size = self.tokens_per_block * TOKEN_BYTES
-        if len(self._encoded) < size:
+        """What two chains that can share hashes have in common: seed, T, all of the first block. None below one block."""
+        if not self.hashable_blocks:
             return None
-        return self._seed + struct.pack("<Q", self.tokens_per_block) + self._encoded[:size]
+        # The seed covers scope and lookahead. Media of the first block are compared by `adopt`, as those of the others are.
+        return self._seed + struct.pack("<Q", self.tokens_per_block) + self._encoded[: self._hashed_bytes]
+
+    @property
+    def _hashed_bytes(self) -> int:
+        """Bytes of tokens in one block's hash."""
+        return (self.tokens_per_block + self.lookahead) * TOKEN_BYTES
 
     def adopt(self, other: "Chain") -> None:
         """Take over the hashes of the blocks that this chain shares with `other`, as far as `other` has hashed them (K7).
 
-        The tokens are compared. Raises ValueError for a chain of another seed or block size (a fault of akv).
+        Tokens and media are compared. Raises ValueError for a chain of another seed, block size or lookahead (a fault of akv).
         """
-        if (self._seed, self.tokens_per_block) != (other._seed, other.tokens_per_block):
-            raise ValueError("chains of different scopes or block sizes share no hash")
-        size = self.tokens_per_block * TOKEN_BYTES
+        mine, theirs = (
+            (self._seed, self.tokens_per_block, self.lookahead),
+            (other._seed, other.tokens_per_block, other.lookahead),
+        )
+        if mine != theirs:
+            raise ValueError("chains of different scopes, block sizes or lookaheads share no hash")
+        size, ahead = self.tokens_per_block * TOKEN_BYTES, self.lookahead * TOKEN_BYTES
         known = len(self._hashes)
-        blocks = min(self.hashable_blocks, len(other._hashes))
+        blocks = min(self.hashable_blocks, len(other._hashes), self._media_alike(other))
         if blocks > known:
             # From the first block that has no hash here: those before are this chain's own, and equal or not they are right.
             # But a hash covers everything before it, so they have to be equal for the others to be of use.
             if known and self._hashes[-1] != other._hashes[known - 1]:
                 return
-            shared = _shared_bytes(self._encoded, other._encoded, known * size, blocks * size, size) // size
-            self._hashes += other._hashes[known:shared]
+            alike = _shared_bytes(self._encoded, other._encoded, known * size, blocks * size + ahead, size)
+            # Of a block that parts within its lookahead nothing is shared.
+            self._hashes += other._hashes[known : max(known, (alike - ahead) // size)]
+
+    def _media_alike(self, other: "Chain") -> int:
+        """The first block in which the media of two chains differ; beyond every block if they are the same."""
+        if not (self._media or other._media):
+            return len(other._hashes)
+        differ = (b for b in self._media.keys() | other._media.keys() if self._media.get(b) != other._media.get(b))
+        return min(differ, default=len(other._hashes))
 
     def is_prefix_of(self, other: "Chain") -> bool:
         """Whether every hash that this chain has is also one of `other`'s, and none of its whole blocks is without one."""
@@ -148,13 +220,15 @@ class Chain:
             raise ValueError(f"{blocks} blocks asked of a chain that has {self.hashable_blocks} whole ones")
         first = len(self._hashes)
         end = blocks if at_most is None else min(blocks, first + at_most)
-        size = self.tokens_per_block * TOKEN_BYTES
+        size, hashed = self.tokens_per_block * TOKEN_BYTES, self._hashed_bytes
         previous = self._hashes[-1] if self._hashes else self._seed
-        encoded, append, fresh = self._encoded, self._hashes.append, _FRESH.copy
-        for at in range(first * size, end * size, size):
+        encoded, append, fresh, media = self._encoded, self._hashes.append, self._fresh.copy, self._media
+        for block in range(first, end):
             state = fresh()
             state.update(previous)
-            state.update(encoded[at : at + size])
+            state.update(encoded[block * size : block * size + hashed])
+            if block in media:
+                state.update(media[block])
             previous = state.digest()
             append(previous)
         return len(self._hashes)

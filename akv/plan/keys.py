@@ -11,10 +11,16 @@ from hashlib import blake2b
 import msgspec
 
 from akv.errors import SettingsError
+from akv.plan.integrity import size_suffix
 from akv.values.layout import Layout
+from akv.values.settings import Settings
 
 #: Hex digits of the layout fingerprint in a key: 64 bits, enough to tell the layouts of one model apart (K4).
 _FINGERPRINT_DIGITS = 16
+#: The key formats there are. "trtllm" spells keys, and hashes, as TensorRT-LLM's own servers do (K1).
+KEY_FORMATS = ("akv", "trtllm")
+#: What separates the parts of a key. Where nothing is escaped no part may hold one of them.
+SEPARATORS = "/~@"
 # The one alphabet of K4; "%" comes in by escaping, and the separators "/", "~" and "@" never do.
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
 
@@ -37,29 +43,49 @@ def layout_fingerprint(layout: Layout) -> str:
     return blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
-def model_part(model_key: str, layout: Layout, *, pin: bool, revision: str) -> str:
+def model_part(model_key: str, layout: Layout, *, pin: bool, revision: str, key_format: str = "akv") -> str:
     """The part of a key that names the weights and the geometry: `esc(model_key)~fingerprint@esc(revision)` (K4).
 
     `pin` leaves the fingerprint out: then the operator vouches that all who use this key have equal layouts. The revision
     stands there, pinned or not, if one was set.
 
-    Raises SettingsError (fault of whoever wrote the settings) for an blank model key, and for text that is not Unicode.
+    Raises SettingsError (fault of whoever wrote the settings) for an blank model key, for text that is not Unicode, and with
+    `key_format = "trtllm"`, which escapes nothing, for text that holds a separator.
     """
-    part = _escaped("model_key", model_key, "Name the weights, 'meta-llama/Llama-3.1-8B-Instruct' say; a path is no name.")
+    part = spelt("model_key", model_key, key_format)
     if not pin:
         part += "~" + layout_fingerprint(layout)[:_FINGERPRINT_DIGITS]
     if revision:
-        part += "@" + _escaped("revision", revision, "Name the revision of the weights, or leave it out.")
+        part += "@" + spelt("revision", revision, key_format)
     return part
 
 
-def _escaped(field: str, text: str, fix: str) -> str:
+#: What to write instead of a part that cannot stand in a key.
+_FIXES = {
+    "namespace": "Leave it out to use akv's own, 'akv1'.",
+    "model_key": "Name the weights, 'meta-llama/Llama-3.1-8B-Instruct' say; a path is no name.",
+    "revision": "Name the revision of the weights, or leave it out.",
+}
+
+
+def spelt(field: str, text: str, key_format: str = "akv") -> str:
+    """How a part of a key is written: `field` is "namespace", "model_key" or "revision". Raises as `model_part` does."""
     if not text.strip():
-        raise SettingsError(field, text, "it is part of every page's key and must not be empty", fix)
+        raise SettingsError(field, text, "it is part of every page's key and must not be empty", _FIXES[field])
     try:
-        return escape(text)
+        escaped = escape(text)
     except UnicodeEncodeError:
-        raise SettingsError(field, text, "it is not valid Unicode (a lone surrogate)", fix) from None
+        raise SettingsError(field, text, "it is not valid Unicode (a lone surrogate)", _FIXES[field]) from None
+    if key_format == "akv":
+        return escaped
+    if any(separator in text for separator in SEPARATORS):
+        raise SettingsError(
+            field,
+            text,
+            f"with key_format {key_format!r} nothing is escaped, and {', '.join(SEPARATORS)} separate the parts of a key",
+            "Use the name that its servers use, without them.",
+        )
+    return text
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -105,17 +131,44 @@ class KeySpace:
 
     @classmethod
     def of(
-        cls, layout: Layout, namespace: str, model_key: str, revision: str = "", pin_model_key: bool = False, rank: int = 0
+        cls,
+        layout: Layout,
+        namespace: str,
+        model_key: str,
+        revision: str = "",
+        pin_model_key: bool = False,
+        rank: int = 0,
+        *,
+        key_format: str = "akv",
+        trailer: str = "",
     ) -> "KeySpace":
-        """Spell what the keys of `rank` share. Raises SettingsError as `model_part` does, and for an empty namespace."""
-        namespace = _escaped("namespace", namespace, "Leave it out to use akv's own, 'akv1'.")
-        space = f"{namespace}/{model_part(model_key, layout, pin=pin_model_key, revision=revision)}"
+        """Spell what the keys of `rank` share. Raises SettingsError as `model_part` does, and for an empty namespace.
+
+        `trailer` tells apart pages with something behind them: what `akv.plan.integrity.size_suffix` says (S11).
+        """
+        namespace = spelt("namespace", namespace, key_format)
+        model = model_part(model_key, layout, pin=pin_model_key, revision=revision, key_format=key_format)
+        space = f"{namespace}/{model}"
         shards = tuple(shard_of(layout, group, rank) for group in range(len(layout.groups)))
         prefixes = tuple(
-            f"{space}/{shard.name}/lg{index}/t{layout.tokens_per_block}b{group.bytes_per_page}/"
+            f"{space}/{shard.name}/lg{index}/t{layout.tokens_per_block}b{group.bytes_per_page}{trailer}/"
             for index, (group, shard) in enumerate(zip(layout.groups, shards, strict=True))
         )
         return cls(space, prefixes, shards, f"{space}/w{layout.world}/")
+
+    @classmethod
+    def of_settings(cls, settings: Settings, layout: Layout, *, revision: str | None = None, rank: int = 0) -> "KeySpace":
+        """The keys of a server with these settings. `revision`: of the weights that it runs since a reset (K8)."""
+        return cls.of(
+            layout,
+            settings.namespace,
+            settings.model_key,
+            settings.revision if revision is None else revision,
+            settings.pin_model_key,
+            rank,
+            key_format=settings.key_format,
+            trailer=size_suffix(settings.integrity, settings.integrity_secret.encode()),
+        )
 
     def prefix(self, group: int) -> str:
         """What all keys of a layer group begin with, up to and including the "/" before the hash."""

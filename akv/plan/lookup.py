@@ -20,13 +20,14 @@ class LookupRange(msgspec.Struct, frozen=True):
 
 
 def lookup_range(
-    tokens: int, local_tokens: int, tokens_per_block: int, *, request_id: str = ""
+    tokens: int, local_tokens: int, tokens_per_block: int, *, request_id: str = "", lookahead: int = 0
 ) -> LookupRange | LookupOutcome:
     """What to ask for a sequence of `tokens` tokens of which the engine has `local_tokens` itself; or why nothing (L1).
 
     The range ends at floor((n - 1) / T) blocks and not at floor(n / T): one token must be left to compute, or the pass would
-    have no logits to sample from. A local match off a block boundary is UNALIGNED even where nothing beyond it could be
-    offered, so that the count tells how often the engine does not align.
+    have no logits to sample from. With a lookahead of L tokens it ends at the chain's length, floor((n - L)/T): later blocks
+    have no hash, and a local match beyond it is SKIPPED (K2). A local match off a block boundary is UNALIGNED even where
+    nothing beyond it could be offered, so that the count tells how often the engine does not align.
 
     Raises EngineContractError, naming the request, for a local match that is negative or longer than the sequence.
     """
@@ -38,7 +39,7 @@ def lookup_range(
     if local_tokens % tokens_per_block:
         return LookupOutcome.UNALIGNED
     first = local_tokens // tokens_per_block
-    last = (tokens - 1) // tokens_per_block
+    last = (tokens - max(1, lookahead)) // tokens_per_block
     return LookupRange(first, last, tokens_per_block) if first < last else LookupOutcome.SKIPPED
 
 

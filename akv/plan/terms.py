@@ -8,8 +8,10 @@ from akv.values.layout import Layout
 from akv.values.messages import MESSAGE_VERSION, Terms
 
 
-def terms_of(layout: Layout, keys: KeySpace, page_counts: tuple[int, ...], *, role: str, load_mode: str) -> Terms:
-    """What a half says of itself. The lookahead is 0: no drafter is served yet (K2)."""
+def terms_of(
+    layout: Layout, keys: KeySpace, page_counts: tuple[int, ...], *, role: str, load_mode: str, lookahead: int = 0
+) -> Terms:
+    """What a half says of itself. `lookahead` is that of its drafter (K2)."""
     return Terms(
         version=MESSAGE_VERSION,
         load_mode=load_mode,
@@ -17,7 +19,7 @@ def terms_of(layout: Layout, keys: KeySpace, page_counts: tuple[int, ...], *, ro
         layout=layout_fingerprint(layout),
         key_space=keys.space,
         world=layout.world,
-        lookahead=0,
+        lookahead=lookahead,
         page_counts=page_counts,
     )
 

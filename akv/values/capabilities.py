@@ -21,6 +21,12 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     keeps_quarantined_pages: bool = False
     #: Whether kernels use window pages as scratch memory before the page table says that they are released.
     scratch_reuse_of_window_pages: bool = False
+    #: The drafter beside the model, by what its KV depends on (P1): "none"; "mtp" and "eagle3", of one model with the target
+    #: and in its KV cache, one token ahead; "vanilla_mtp", likewise, `draft_tokens` ahead; "hidden_state", without KV of its
+    #: own. With one only the blocks of prompts are saved (S1): what was drafted and rejected must not be.
+    drafter: str = "none"
+    #: Tokens that the drafter proposes at a time. Needed for "vanilla_mtp", and used for nothing else.
+    draft_tokens: int = 0
     #: Tokens at the end of a match that the drafter computes anew.
     recompute_tail_tokens: int = 0
     #: Ranks of each kind of parallelism that splits a sequence's layers or tokens.
@@ -28,12 +34,19 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     context_parallel: int = 1
     decode_context_parallel: int = 1
 
+    @property
+    def lookahead(self) -> int:
+        """L: prompt tokens behind a block that the drafter's KV in it depends on (K2)."""
+        return self.draft_tokens if self.drafter == "vanilla_mtp" else _LOOKAHEADS.get(self.drafter, 0)
 
+
+#: The drafters whose pages can be keyed, but for "vanilla_mtp", with how far each looks ahead (P1).
+_LOOKAHEADS = {"none": 0, "mtp": 1, "eagle3": 1, "hidden_state": 0}
 DEFAULT_CAPABILITIES = EngineCapabilities()
 
 
 def check_capabilities(capabilities: EngineCapabilities, layout: Layout) -> None:
-    """Refuse an engine that cannot serve this layout, naming the capability (W9).
+    """Refuse an engine that cannot serve this layout, naming the capability (P1, W9).
 
     Raises SettingsError (fault of the embedding engine): `capabilities.FIELD`, its value, and what it must be.
     """
@@ -42,6 +55,7 @@ def check_capabilities(capabilities: EngineCapabilities, layout: Layout) -> None
             "capabilities", type(capabilities).__name__, "it is no akv.EngineCapabilities", "Leave it out, or declare one."
         )
     _check_values(capabilities)
+    _check_drafter(capabilities)
     if any(group.is_window for group in layout.groups):
         for name, served, why, fix in _WITH_WINDOWS:
             if (value := getattr(capabilities, name)) != served:
@@ -65,6 +79,25 @@ _WITH_WINDOWS = (
     ("context_parallel", 1, _TOKENS_ARE_SPLIT, _UNSPLIT),
     ("decode_context_parallel", 1, _TOKENS_ARE_SPLIT, _UNSPLIT),
 )
+
+
+def _check_drafter(capabilities: EngineCapabilities) -> None:
+    """A drafter writes into the target's pages: what its KV depends on must stand in their keys, or they are wrong pages."""
+    served = [*_LOOKAHEADS, "vanilla_mtp"]
+    if capabilities.drafter not in served:
+        raise SettingsError(
+            "capabilities.drafter",
+            capabilities.drafter,
+            "akv cannot tell on which tokens this drafter's KV depends, so it cannot name its pages",
+            f"Use one of {', '.join(map(repr, served))}, or serve this model without akv.",
+        )
+    if capabilities.drafter == "vanilla_mtp" and not capabilities.draft_tokens:
+        raise SettingsError(
+            "capabilities.draft_tokens",
+            capabilities.draft_tokens,
+            "the KV of drafter 'vanilla_mtp' depends on as many tokens behind a block as it drafts, and that is not resolved",
+            "Declare its draft length.",
+        )
 
 
 def _check_values(capabilities: EngineCapabilities) -> None:

@@ -34,8 +34,12 @@ class LookupOutcome(StrEnum):
     #: `max_load_attempts` loads of this request failed: it is computed. Named by what happened and not "exhausted", which
     #: would read as if the pool or memory had run out.
     LOADS_FAILED = "loads_failed"
-    #: This connector's role does not read.
+    #: This connector's role does not read, or the engine asked for this request not to (L7).
     NOT_READING = "not_reading"
+    #: The prompt has media whose digests nobody gave: nothing is read or saved for it (K5).
+    MEDIA_UNKNOWN = "media_unknown"
+    #: The request has no salt, and `require_salt` asks for one: nothing is read or saved for it (X3).
+    UNSALTED = "unsalted"
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

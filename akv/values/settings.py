@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from akv.values.hidden import HidesSecrets
+
 _MIB = 1024**2
 _GIB = 1024**3
 #: The store counts in signed 64-bit integers.
@@ -79,8 +81,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     capture_log: bool = True
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `open_connector()` takes: one model's cache and how it uses a pool. Frozen; unknown fields are refused by name."""
+
+    SECRETS = frozenset({"key_secret", "integrity_secret"})
 
     #: Names the weights, and stands in every page's key: two models with one name would answer from each other's cache.
     #: Required, and never guessed from a path.
@@ -91,6 +95,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     revision: str = ""
     #: True leaves the layout's fingerprint out of the keys. Whoever sets it vouches that equal names have equal layouts.
     pin_model_key: bool = False
+    #: How keys and hashes are spelt. "trtllm" spells them as TensorRT-LLM's servers do, to share a pool with them; it needs
+    #: `pin_model_key`, and neither `key_secret`, `integrity` nor revisions of LoRA adapters can be used with it.
+    key_format: Literal["akv", "trtllm"] = "akv"
+    #: Keys every block's hash, so that whoever lists the pool's keys cannot confirm a guessed prompt. The same random text of
+    #: at most 64 bytes in every server that shares pages; empty for none. It hides no page from anybody.
+    key_secret: str = ""
+    #: True: a request without a salt neither reads nor writes, so that no tenant's prompts are shared by oversight. Salts are
+    #: random secrets of each tenant, and no names.
+    require_salt: bool = False
+    #: What is stored behind each page to recognise it by, 16 bytes. "checksum" finds pages that changed by accident; "mac",
+    #: keyed by `integrity_secret`, also those that another client of the pool wrote. Such a page counts as missing. Servers
+    #: with different choices share no page.
+    integrity: Literal["off", "checksum", "mac"] = "off"
+    #: Keys the codes of "mac": random text of at most 64 bytes, the same in every server that shares pages.
+    integrity_secret: str = ""
     #: "producer" saves, "consumer" loads, "both" does both.
     role: Literal["both", "producer", "consumer"] = "both"
     #: "async": a request waits outside the batch while its pages load, and the others go on computing.

@@ -291,3 +291,17 @@ def test_H1_use_that_never_runs_short_of_pages_does_not_grow_without_bound() -> 
     for _ in range(1000):
         computed(cache, list(range(9)))
     assert len(cache._holdings.tree._leaves) < 100
+
+
+def test_K5_a_prompt_with_unknown_media_neither_shares_nor_leaves_pages() -> None:
+    """Its placeholders look like any other picture's."""
+    cache = cache_of(16)
+    tokens, unknown = [0] * 13, Scope(media=None)
+    for _ in range(2):
+        assert cache.match(tokens, unknown) == 0
+        sequence = cache.admit(tokens, 13, unknown)
+        assert sequence is not None
+        assert sequence.local_tokens == 0
+        sequence.commit(13)
+        sequence.release()
+    assert cache.cached_blocks == 0

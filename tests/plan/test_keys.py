@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from akv.errors import SettingsError
+from akv.plan.integrity import size_suffix
 from akv.plan.keys import KeySpace, Shard, escape, layout_fingerprint, model_part, shard_of
 from akv.values.layout import LayerGroup, Layout, Region
+from akv.values.settings import Settings
 
 NAMES = st.text(min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
 HASHES = st.lists(st.binary(min_size=16, max_size=16), max_size=4)
@@ -219,3 +221,37 @@ def test_K3_keys_parse_back_into_their_parts(
 def test_K3_an_owner_alone_shares_its_keys_with_a_single_rank_server() -> None:
     assert KeySpace.of(layout(), "akv1", "m").prefix(0) == KeySpace.of(layout(world=1), "akv1", "m", rank=0).prefix(0)
     assert "/w1r0/" in KeySpace.of(layout(), "akv1", "m").prefix(0)
+
+
+def test_K1_trtllm_spells_parts_as_they_are_and_refuses_those_with_separators() -> None:
+    space = KeySpace.of(layout(), "team a", "Llama%3", "v 2", True, key_format="trtllm")
+    assert space.keys(0, [bytes(16)]) == ["team a/Llama%3@v 2/w1r0/lg0/t32b3072/" + "00" * 16]
+    for field in ("namespace", "model_key", "revision"):
+        for separator in "/~@":
+            parts: dict[str, Any] = {"namespace": "n", "model_key": "m", "revision": ""} | {field: f"a{separator}b"}
+            with pytest.raises(SettingsError, match="trtllm") as raised:
+                KeySpace.of(layout(), **parts, pin_model_key=True, key_format="trtllm")
+            assert raised.value.field == field
+
+
+def test_S11_the_size_part_tells_kinds_of_trailers_and_secrets_apart() -> None:
+    spaces = [
+        KeySpace.of(layout(), "akv1", "m", pin_model_key=True, trailer=size_suffix(kind, secret))
+        for kind, secret in (("off", b""), ("checksum", b""), ("mac", b"a"), ("mac", b"b"))
+    ]
+    of_settings = Settings(model_key="m", pin_model_key=True, integrity="mac", integrity_secret="b")
+    assert KeySpace.of_settings(of_settings, layout()).prefix(0) == spaces[3].prefix(0)
+    # blake2b's own digest, of 64 bytes, as `b2sum` prints it.
+    assert [space.prefix(0) for space in spaces] == [
+        "akv1/m/w1r0/lg0/t32b3072/",
+        "akv1/m/w1r0/lg0/t32b3072-c/",
+        "akv1/m/w1r0/lg0/t32b3072-m333fcb4e/",
+        "akv1/m/w1r0/lg0/t32b3072-mc029c24b/",
+    ]
+
+
+def test_K8_a_reset_changes_the_revision_and_nothing_else() -> None:
+    settings = Settings(model_key="m", pin_model_key=True, revision="r1")
+    assert KeySpace.of_settings(settings, layout()).space == "akv1/m@r1"
+    assert KeySpace.of_settings(settings, layout(), revision="r2").space == "akv1/m@r2"
+    assert KeySpace.of_settings(settings, layout(world=2), rank=1).prefix(0) == "akv1/m@r1/w2r1/lg0/t32b3072/"

@@ -31,6 +31,25 @@ def test_L1_the_range_of_a_lookup(tokens: int, local_tokens: int, expected: Look
     assert lookup_range(tokens, local_tokens, 32) == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "local_tokens", "lookahead", "expected"),
+    [
+        (33, 0, 1, LookupRange(0, 1, 32)),
+        (66, 0, 3, LookupRange(0, 1, 32)),
+        (67, 0, 3, LookupRange(0, 2, 32)),
+        (66, 32, 3, LookupOutcome.SKIPPED),
+        # A local match beyond the chain.
+        (66, 64, 3, LookupOutcome.SKIPPED),
+        (66, 65, 3, LookupOutcome.UNALIGNED),
+        (2, 0, 3, LookupOutcome.SKIPPED),
+    ],
+)
+def test_K2_the_range_of_a_lookup_ends_with_the_chain(
+    tokens: int, local_tokens: int, lookahead: int, expected: LookupRange | LookupOutcome
+) -> None:
+    assert lookup_range(tokens, local_tokens, 32, lookahead=lookahead) == expected
+
+
 @given(st.integers(0, 60), st.data(), st.integers(1, 9))
 def test_L1_an_offer_starts_at_the_local_match_and_leaves_a_token_to_compute(
     tokens: int, data: st.DataObject, tokens_per_block: int

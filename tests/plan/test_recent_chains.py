@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from akv.plan.hashing import Chain, scope_seed
+from akv.plan.identity import Hashing
 from akv.plan.recent_chains import MOST_COMPARED, RecentChains
-from akv.values.scope import Scope
+from akv.values.scope import EMPTY_SCOPE, Media, Scope
 
 SEED = scope_seed(Scope())
 
@@ -25,8 +26,16 @@ def known(chain: Chain) -> int:
 class Turn:
     """A request of the property test: which earlier one it continues, how far, with what."""
 
-    def __init__(self, of: int, cut: int, new: list[int], hashed: int, salt: str) -> None:
+    def __init__(self, of: int, cut: int, new: list[int], hashed: int, salt: str, pictures: list[tuple[int, int]]) -> None:
         self.of, self.cut, self.new, self.hashed, self.salt = of, cut, new, hashed, salt
+        #: Position and content of each picture, of one token.
+        self.pictures = pictures
+
+    def scope(self, length: int) -> Scope:
+        """Its scope, with those of the pictures that a prompt of this length has room for."""
+        places = {position: content for position, content in self.pictures if position < length}
+        media = (Media(digest=bytes([places[at]] * 32), position=at, tokens=1) for at in sorted(places))
+        return Scope(salt=self.salt, media=tuple(media))
 
 
 turns = st.builds(
@@ -36,23 +45,25 @@ turns = st.builds(
     new=st.lists(st.integers(0, 1), max_size=40),
     hashed=st.integers(0, 30),
     salt=st.sampled_from(["a", "b"]),
+    pictures=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1)), max_size=3),
 )
 
 
-@given(st.lists(turns, max_size=8), st.integers(1, 5), st.sampled_from([0, 7, 60, 1000]))
+@given(st.lists(turns, max_size=8), st.integers(1, 5), st.sampled_from([0, 0, 1, 3]), st.sampled_from([0, 7, 60, 1000]))
 def test_K7_hashes_are_byte_identical_with_and_without_recent_chains(
-    requests: list[Turn], tokens_per_block: int, capacity: int
+    requests: list[Turn], tokens_per_block: int, lookahead: int, capacity: int
 ) -> None:
+    hashing = Hashing(tokens_per_block, lookahead)
     recent = RecentChains(capacity)
     sequences: list[list[int]] = [[]]
     for turn in requests:
         sequences.append(sequences[turn.of % len(sequences)][: turn.cut] + turn.new)
-        seed = scope_seed(Scope(salt=turn.salt))
-        chain = chain_of(sequences[-1], seed, tokens_per_block)
+        scope = turn.scope(len(sequences[-1]))
+        chain = hashing.chain(scope, sequences[-1])
         recent.adopt(chain)
         chain.hash_up_to(min(turn.hashed, chain.hashable_blocks))
         recent.adopt(chain)
-        alone = chain_of(sequences[-1], seed, tokens_per_block)
+        alone = hashing.chain(scope, sequences[-1])
         assert chain.hashes(0, chain.hashable_blocks) == alone.hashes(0, alone.hashable_blocks)
         assert recent.tokens <= capacity
 
@@ -145,3 +156,51 @@ def test_K7_a_search_looks_at_a_bounded_number_of_chains() -> None:
     late = chain_of(list(range(40)))
     recent.adopt(late)
     assert known(late) == 1  # the first block, which the newer ones share
+
+
+def picture(position: int, content: int) -> Media:
+    return Media(digest=bytes([content] * 32), position=position, tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("media", "shared"),
+    [
+        ((picture(2, 1), picture(18, 1)), 10),
+        ((picture(2, 1), picture(18, 2)), 4),
+        ((picture(2, 1),), 4),
+        ((picture(2, 1), picture(17, 1)), 4),
+        ((picture(2, 2), picture(18, 1)), 0),
+        ((), 0),
+    ],
+)
+def test_K7_media_are_compared_and_not_assumed(media: tuple[Media, ...], shared: int) -> None:
+    """Equal placeholders of different pictures share nothing from the first one that differs."""
+    recent, hashing = RecentChains(1000), Hashing(4)
+    first = hashing.chain(Scope(media=(picture(2, 1), picture(18, 1))), [0] * 40)
+    recent.adopt(first)
+    first.hashes(0, 10)
+    follow_up = hashing.chain(Scope(media=media), [0] * 44)
+    recent.adopt(follow_up)
+    assert known(follow_up) == shared
+
+
+def test_K2_K7_a_block_whose_lookahead_parts_is_not_adopted() -> None:
+    recent, hashing = RecentChains(1000), Hashing(4, lookahead=1)
+    first = hashing.chain(EMPTY_SCOPE, list(range(41)))
+    recent.adopt(first)
+    first.hashes(0, 10)
+    same = hashing.chain(EMPTY_SCOPE, list(range(41)))
+    recent.adopt(same)
+    assert known(same) == 10
+    # The eighth block is equal, the token behind it is not.
+    parted = hashing.chain(EMPTY_SCOPE, [*range(32), 99, *range(33, 41)])
+    recent.adopt(parted)
+    assert known(parted) == 7
+    with pytest.raises(ValueError, match="lookaheads share no hash"):
+        Hashing(4).chain(EMPTY_SCOPE, range(40)).adopt(first)
+
+
+def test_K2_K7_a_prompt_without_its_first_lookahead_is_not_kept() -> None:
+    recent = RecentChains(1000)
+    recent.adopt(Hashing(4, lookahead=2).chain(EMPTY_SCOPE, range(5)))
+    assert len(recent) == 0

@@ -129,6 +129,15 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("revision", "\ud800"),
     ("revision", "\n"),
     ("pin_model_key", "yes"),
+    ("key_format", "sglang"),
+    ("key_secret", 5),
+    ("key_secret", "k" * 65),
+    ("key_secret", "\u00e9" * 33),
+    ("key_secret", "\ud800"),
+    ("require_salt", "yes"),
+    ("integrity", "crc"),
+    ("integrity_secret", None),
+    ("integrity_secret", "unused without a mac"),
     ("role", "reader"),
     ("on_failure", "ignore"),
     ("load_mode", "sync"),
@@ -203,7 +212,7 @@ def test_each_ill_typed_setting_is_one_error_with_field_value_and_fix(field: str
     outer, _, inner = field.partition(".")
     error = refused({**LEAST, outer: {inner: value} if inner else value})
     assert error.field == field
-    assert error.value is value or error.value == value
+    assert error.value is value or error.value == shown(field, value)
     assert error.fix
     assert field in str(error)
     assert error.fix in str(error)
@@ -215,6 +224,50 @@ def test_the_table_of_ill_typed_settings_covers_every_setting() -> None:
     inner = {f"store.{name}" for name in StoreSettings.__struct_fields__}
     inner |= {f"client.{name}" for name in ClientSettings.__struct_fields__}
     assert outer | inner == covered
+
+
+TRTLLM: dict[str, Any] = {**LEAST, "key_format": "trtllm", "pin_model_key": True}
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("pin_model_key", {"pin_model_key": False}),
+        ("integrity", {"integrity": "checksum"}),
+        ("integrity", {"integrity": "mac", "integrity_secret": "hunter2"}),
+        ("key_secret", {"key_secret": "hunter2"}),
+        ("model_key", {"model_key": "org/m"}),
+        ("model_key", {"model_key": "m~1"}),
+        ("namespace", {"namespace": "a@b"}),
+        ("revision", {"revision": "a/b"}),
+    ],
+)
+def test_K1_what_trtllms_keys_have_no_place_for_is_refused_by_name(field: str, changes: dict[str, Any]) -> None:
+    check_settings(TRTLLM)
+    check_settings({**LEAST, **changes, "pin_model_key": True})
+    error = refused({**TRTLLM, **changes})
+    assert error.field == field
+    assert "trtllm" in str(error)
+    assert "hunter2" not in str(error)
+
+
+def test_S11_a_mac_needs_a_secret_and_nothing_else_takes_one() -> None:
+    check_settings({**LEAST, "integrity": "mac", "integrity_secret": "k" * 64})
+    for changes in ({"integrity": "mac"}, {"integrity": "mac", "integrity_secret": ""}):
+        assert refused({**LEAST, **changes}).field == "integrity_secret"
+    for kind in ("off", "checksum"):
+        error = refused({**LEAST, "integrity": kind, "integrity_secret": "hunter2"})
+        assert (error.field, error.value) == ("integrity_secret", "(hidden)")
+        assert "hunter2" not in str(error)
+
+
+def test_X6_settings_print_whether_a_secret_is_set_and_not_what_it_is() -> None:
+    settings = check_settings({**LEAST, "key_secret": "hunter2", "integrity": "mac", "integrity_secret": "hunter3"})
+    printed = f"{settings!r} {settings.__rich_repr__()}"
+    assert "hunter" not in printed
+    assert "key_secret=(hidden)" in printed
+    assert "key_secret=''" in repr(check_settings(LEAST))
+    assert "model_key='a-model'" in printed
 
 
 def test_a_settings_object_built_with_wrong_values_is_refused_too() -> None:
@@ -295,3 +348,8 @@ def test_unread_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_X6_a_value_named_like_a_secret_is_not_printed(name: str) -> None:
     assert "hunter2" not in str(shown(name, "hunter2"))
     assert shown("model_key", "hunter2") == "hunter2"
+
+
+@pytest.mark.parametrize("value", ["", None, True, False])
+def test_X6_whether_a_secret_is_set_is_printed(value: Any) -> None:
+    assert shown("require_salt", value) is value

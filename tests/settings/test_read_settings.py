@@ -282,12 +282,16 @@ def test_X6_values_named_like_secrets_are_never_shown(tmp_path: Path) -> None:
     tree = {"auth": {"key_secret": "s3cret", "list": [{"salt": "s3cret"}]}}
     path.write_text(json.dumps(tree), encoding="utf-8")
     errors = [
-        refused(environ={"AKV_KEY_SECRET": "s3cret"}),
+        refused(environ={"AKV_KEY_SECRETS": "s3cret"}),
+        refused(environ=LEAST | {"AKV_KEY_SECRET": "s3cret" * 11}),
+        refused(environ=LEAST | {"AKV_INTEGRITY_SECRET": "s3cret"}),
+        refused(environ=LEAST, overrides={"key_secret": "s3cret\ud800"}),
+        refused(environ=LEAST, overrides={"integrity_secret": ["s3cret"]}),
         refused(environ=LEAST, overrides={"salt": "s3cret"}),
         refused(path, environ={}),
     ]
     for error in errors:
-        assert "s3cret" not in f"{error} {error.value}"
+        assert "s3cret" not in f"{error} {error.value} {error.__cause__!r} {error.__context__!r}"
         assert "(hidden)" in str(error)
 
 

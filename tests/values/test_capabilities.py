@@ -58,7 +58,12 @@ def test_W9_an_engine_that_declares_nothing_or_more_serves_both(capabilities: En
 def test_W9_every_capability_is_either_refused_with_windows_or_served() -> None:
     """A new one has to be put on one of the lists above."""
     names = {field.name for field in msgspec.structs.fields(EngineCapabilities)}
-    assert names == {field for field, _ in REFUSED} | {"window_retention_tokens", "keeps_quarantined_pages"}
+    assert names == {field for field, _ in REFUSED} | {
+        "window_retention_tokens",
+        "keeps_quarantined_pages",
+        "drafter",
+        "draft_tokens",
+    }
 
 
 @pytest.mark.parametrize("layout", [FULL_ATTENTION, WINDOWS])
@@ -79,6 +84,11 @@ def test_W9_every_capability_is_either_refused_with_windows_or_served() -> None:
         ("reservations", 0),
         ("scratch_reuse_of_window_pages", 1),
         ("keeps_quarantined_pages", "no"),
+        ("drafter", None),
+        ("drafter", "eagle"),
+        ("drafter", "ngram"),
+        ("draft_tokens", -1),
+        ("draft_tokens", 1.0),
     ],
 )
 def test_W9_what_is_no_answer_is_refused_with_every_layout(field: str, value: Any, layout: Layout) -> None:
@@ -90,3 +100,25 @@ def test_W9_what_is_no_answer_is_refused_with_every_layout(field: str, value: An
 def test_W9_capabilities_are_a_struct(capabilities: Any) -> None:
     error = refusal(capabilities, FULL_ATTENTION)
     assert (error.field, error.value) == ("capabilities", type(capabilities).__name__)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft_tokens", "lookahead"),
+    [("none", 0, 0), ("none", 3, 0), ("mtp", 3, 1), ("eagle3", 0, 1), ("vanilla_mtp", 3, 3), ("hidden_state", 3, 0)],
+)
+def test_P1_drafters_that_can_be_keyed_and_how_far_they_look_ahead(drafter: str, draft_tokens: int, lookahead: int) -> None:
+    capabilities = EngineCapabilities(drafter=drafter, draft_tokens=draft_tokens)
+    check_capabilities(capabilities, WINDOWS)
+    assert capabilities.lookahead == lookahead
+
+
+@pytest.mark.parametrize("drafter", ["", "eagle", "EAGLE3", "two_model", "medusa", "draft_model"])
+def test_P1_any_other_drafter_is_refused_by_name(drafter: str) -> None:
+    error = refusal(EngineCapabilities(drafter=drafter), FULL_ATTENTION)
+    assert (error.field, error.value) == ("capabilities.drafter", drafter)
+    assert "'eagle3'" in error.fix
+
+
+def test_P1_a_draft_length_that_is_not_resolved_is_refused() -> None:
+    error = refusal(EngineCapabilities(drafter="vanilla_mtp"), FULL_ATTENTION)
+    assert (error.field, error.value) == ("capabilities.draft_tokens", 0)
