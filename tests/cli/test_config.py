@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from akv.cli import main as entry
-from akv.cli.config import describe
+from akv.cli.config import describe, sharing
 from akv.cli.config.command import add_config
 from akv.plan.keys import KeySpace
 from akv.settings import explain_settings
@@ -138,7 +138,7 @@ def test_K4_the_key_space_explained_is_the_one_that_keys_get(pin: bool, revision
     overrides = {"model_key": "org/m~1", "pool": "embedded", "pin_model_key": pin, "revision": revision, "namespace": "a b"}
     settings = explain_settings(environ={}, overrides=overrides).settings
     space = KeySpace.of(tiny_layout(), settings.namespace, settings.model_key, revision, pin).space
-    pattern = re.escape(describe.key_space(settings)["prefix"]).replace(re.escape(describe.FINGERPRINT), "[0-9a-f]{16}")
+    pattern = re.escape(describe.key_space(settings)["prefix"]).replace(re.escape(sharing.FINGERPRINT), "[0-9a-f]{16}")
     assert re.fullmatch(pattern, f"{space}/")
 
 

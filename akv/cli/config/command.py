@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from akv.cli.config.describe import explanation, schema
+from akv.cli.config.sharing import Comparison, compare
 from akv.settings import explain_settings
 
 File = Annotated[Path | None, typer.Argument(help="A TOML or JSON file of settings; else what AKV_CONFIG names, if anything.")]
@@ -27,12 +28,35 @@ def add_config(app: typer.Typer) -> None:
     app.add_typer(config, name="config")
 
 
-def _check(file: File = None) -> None:
-    """Say whether a server could start with these settings; exits with 2, and the one error, if not."""
+def _check(
+    file: File = None,
+    other: Annotated[
+        Path | None, typer.Argument(help="The settings of another server: say why the two share pages, or why they do not.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object. With two files only.")] = False,
+) -> None:
+    """Say whether a server could start with these settings; exits with 2, and the one error, if not.
+
+    With two files, A and B: say whether servers that are started with them share pages; exits with 1 if they do not. Variables
+    of this environment count for both.
+    """
     explained = explain_settings(file)
+    if other is not None:
+        comparison = compare(explained.settings, explain_settings(other).settings)
+        if as_json:
+            _print_json(msgspec.to_builtins(comparison))
+        else:
+            _print_comparison(comparison)
+        raise typer.Exit(0 if comparison.share else 1)
     for note in explained.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"settings of {explained.settings.model_key!r} are complete and consistent")
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    typer.echo("A and B share pages, if:" if comparison.share else "A and B share no page:")
+    for line in comparison.conditions if comparison.share else comparison.reasons:
+        typer.echo(f"- {line}")
 
 
 def _explain(
@@ -66,5 +90,12 @@ def _print_table(told: dict[str, Any]) -> None:
         table.add_row(*(console.render_str(cell, markup=False, emoji=False, highlight=False) for cell in row))
     console.print(table)
     console.print(f"keys begin with {told['key_space']['prefix']}", markup=False, emoji=False, highlight=False)
+    keys = Table("part", "in the key", "decided by", "meaning", title="the key of a page", show_lines=True)
+    for part in told["key_space"]["parts"]:
+        cells = (part["name"], part["spelt"] or "(nothing)", ", ".join(part["decided_by"]), part["meaning"])
+        keys.add_row(*(console.render_str(cell, markup=False, emoji=False, highlight=False) for cell in cells))
+    for column in keys.columns:
+        column.overflow = "fold"
+    console.print(keys)
     for note in told["notes"]:
         console.print(f"note: {note}", markup=False, emoji=False, highlight=False)

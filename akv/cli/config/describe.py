@@ -8,15 +8,13 @@ from typing import Any
 
 import msgspec
 
-from akv.plan.keys import escape
+from akv.cli.config.sharing import key_parts
 from akv.settings import ExplainedSettings
 from akv.settings_checks import BINARY_SUFFIXES, is_section, setting_types, shown
 from akv.values.settings import ClientSettings, Settings, StoreSettings
 
 #: The structs of the tree, by the section that each is.
 SECTIONS: dict[str, type[msgspec.Struct]] = {"": Settings, "store": StoreSettings, "client": ClientSettings}
-#: What stands in a key for the digits that only a layout gives.
-FINGERPRINT = "<layout>"
 #: Ends of names that say a unit.
 _UNITS = {"_bytes": "bytes", "_s": "seconds", "_ms": "milliseconds", "_tokens": "tokens"}
 
@@ -62,14 +60,18 @@ def explanation(explained: ExplainedSettings) -> dict[str, Any]:
     }
 
 
-def key_space(settings: Settings) -> dict[str, str]:
-    """What every page's key begins with, as far as settings decide it: the fingerprint stands for what the layout adds."""
-    namespace, model = escape(settings.namespace), escape(settings.model_key)
-    if not settings.pin_model_key:
-        model += f"~{FINGERPRINT}"
-    if settings.revision:
-        model += f"@{escape(settings.revision)}"
-    return {"namespace": namespace, "model": model, "prefix": f"{namespace}/{model}/"}
+def key_space(settings: Settings) -> dict[str, Any]:
+    """The key of every page, part by part, as far as settings decide it; what stands in <> the layout or the request adds."""
+    parts = key_parts(settings)
+    by_name = {part.name: part.spelt for part in parts}
+    model = by_name["model"] + by_name["layout"] + by_name["revision"]
+    return {
+        "namespace": by_name["namespace"].rstrip("/"),
+        "model": model,
+        "prefix": f"{by_name['namespace']}{model}/",
+        "key": "".join(part.spelt for part in parts),
+        "parts": [part._asdict() for part in parts],
+    }
 
 
 def schema() -> dict[str, Any]:
