@@ -129,6 +129,23 @@ class Connector:
             halves.calls, halves.scheduler.backlog, halves.breaker.state, halves.latch.degraded, halves.unsaved_blocks
         )
 
+    async def reset(self, revision: str) -> None:
+        """The model's weights change: from here on this server's pages are those of weights of that name (K8).
+
+        `revision` takes the place of the setting `revision`: a stable name, the same in every server that runs these weights.
+        Whatever is asked for after this call is found and saved under it, and nothing that was computed before is.
+
+        Call it between passes: with no pass planned or running, before one that uses the new weights is planned. Every open
+        request is cancelled, as by `Request.cancel()`, and told to `completed()`: its KV is of no use any more, nor are the
+        pages that the engine keeps itself. Loads that wait are withdrawn; what is on its way to the pool ends under the old
+        name, or not at all. Returns when the pages of these requests are free, or named as quarantined.
+
+        Raises SettingsError for a name that cannot stand in a key; then nothing was reset. **Cancellation:** the reset stands;
+        only the wait ends, and `completed()` tells.
+        """
+        self._halves.latch.check()
+        await self._halves.reset(revision)
+
     def plan_pass(self, scheduled: Iterable[Scheduled]) -> PassPlan:
         """Plan the saves of one coming pass, and ask for the slots of its window pages. Changes no request and no mark: a plan
         that never runs leaves no trace once it is dropped (S2).

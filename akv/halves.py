@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 
 from akv import observe
-from akv.errors import DeviceError, PagesLost
+from akv.errors import DeviceError, PagesLost, SettingsError
 from akv.flow.calls import CallDesk
 from akv.flow.snapshot import Snapshot
 from akv.ownership.plans import UnknownPlan
@@ -49,11 +49,20 @@ THREADS_GRACE_S = 1.0
 Ended = TypeVar("Ended")
 
 
+#: What to do about a reset without a name.
+NAME_IT = "Give the revision of the weights, 'step-1200' say: the same in every server that runs them."
+
+
+def _is_over(record: RequestRecord) -> bool:
+    return record.phase in (Phase.CLOSED, Phase.LOST)
+
+
 class Halves:
     """One server's scheduler half and the worker half of its one rank, with what both of them hang on."""
 
     def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities) -> None:
         self.settings = settings
+        self._layout = layout
         self.groups = len(layout.groups)
         self.latch = HealthLatch()
         self.notices = Notices(self.latch)
@@ -132,6 +141,23 @@ class Halves:
         with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
             await self._runner.close(max(0.0, deadline - current_time()))
         return self.calls.outstanding
+
+    async def reset(self, revision: str) -> None:
+        """New weights (K8). All that is open ends; the names change before anything waits, so nothing gets in between."""
+        if not revision:
+            raise SettingsError(
+                "revision", revision, "new weights need a name, or their pages would be found under the old one's", NAME_IT
+            )
+        keys = KeySpace.of_settings(self.settings, self._layout, revision=revision)
+        ending = self.scheduler.requests.records
+        for record in ending:
+            self.cancel(record)
+        self.scheduler.reset(keys)
+        self.worker.reset(keys)
+        observe.emit(observe.CONNECTOR_RESET, key_space=keys.space, requests=len(ending))
+        await checkpoint()
+        for record in ending:
+            await self.notices.until(record.incarnation, partial(_is_over, record))
 
     @property
     def touched_pages(self) -> PagesPerGroup:

@@ -59,6 +59,12 @@ CONNECTOR_CLOSE = _event(
     "requests outstanding_calls phase outcome duration_s",
     "A connector closes; `requests` were still open, `outstanding_calls` of the store did not return.",
 )
+CONNECTOR_RESET = _event(
+    "akv.connector.reset",
+    "info",
+    "key_space requests",
+    "The weights changed. Keys begin with `key_space` from here on; `requests` were open and are cancelled.",
+)
 CONNECTOR_BROKEN = _event(
     "akv.connector.broken",
     "error",

@@ -206,6 +206,13 @@ class SchedulerHalf:
         """
         await hash_in_slices(record.chain, self._closing(record), self._lookup.turn)
 
+    def reset(self, keys: KeySpace) -> None:
+        """New weights: ask under these names. The open requests were cancelled. Chains of tokens stay what they are."""
+        # A lookup that is under way goes on with the old names; its request has ended, so nobody can take its offer up.
+        self._lookup = msgspec.structs.replace(self._lookup, keys=keys)
+        self.requests.reset()
+        self._negative.clear()
+
     def cancel(self, record: RequestRecord) -> None:
         """The request is not wanted any more."""
         self._carry_out(self.requests.cancel(record))

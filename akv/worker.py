@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from anyio import CancelScope, Event, current_time
 from anyio.lowlevel import checkpoint
 
@@ -90,6 +91,7 @@ class WorkerHalf:
             probe_chunk=settings.probe_chunk,
             gate=gate,
         )
+        #: Those of a load or a save are taken when it begins, so a reset changes no name of what is under way (K8).
         self._loads = Lanes(self._parts.reservations.next)
         self._saves = Lanes(self._parts.saves.next)
         self._reporter = TransferReporter(page_bytes)
@@ -236,6 +238,10 @@ class WorkerHalf:
                 record.interrupt()
         saves, unread = self._parts.saves.withdraw(message.request_id, message.incarnation)
         self._report(PassReport(loads=tuple(loads), saves=tuple(saves), unread=tuple(unread)))
+
+    def reset(self, keys: KeySpace) -> None:
+        """New weights: whatever begins from here on has these names. What was queued has been withdrawn."""
+        self._parts = msgspec.structs.replace(self._parts, keys=keys)
 
     async def drained(self) -> None:
         """Return when no load and no save is under way. Cancellation: nothing is held."""

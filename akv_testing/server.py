@@ -74,6 +74,8 @@ class FakeServer:
         ahead, secret = self.capabilities.lookahead, checked.key_secret.encode()
         self._hashing = Hashing(self.layout.tokens_per_block, ahead, checked.key_format, secret)
         self._free = [list(range(pages)) for _ in self.layout.groups]
+        #: Names the weights that compute. Other weights write other bytes.
+        self.weights = b""
 
     @classmethod
     def warm(cls, *stored: Sequence[int], **arguments: Any) -> Self:
@@ -138,7 +140,7 @@ class FakeServer:
 
     def content(self, block_hash: bytes, group: int) -> bytes:
         """What a page of this block holds."""
-        return page_content(block_hash, group, self.layout.groups[group].bytes_per_page)
+        return page_content(block_hash + self.weights, group, self.layout.groups[group].bytes_per_page)
 
     def write(
         self,

@@ -119,8 +119,6 @@ class PagedCache:
         A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
         Raises TokenError for a token outside int64.
         """
-        if scope.media is None:
-            return 0
         return len(self._match(bytes(encode_confirmed(tokens, 0)), scope)) * self.tokens_per_block
 
     def admit(

@@ -39,6 +39,11 @@ class NegativeKeys:
             while len(group) > self._most:
                 group.popitem(last=False)
 
+    def clear(self) -> None:
+        """Pages have other names now, of which nothing is known."""
+        for group in self._pages:
+            group.clear()
+
     def stored(self, columns: Iterable[GroupPages]) -> None:
         """A put of ours took these pages, so they can be had again.
 

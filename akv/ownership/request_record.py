@@ -39,6 +39,8 @@ class RequestRecord:
         self.prompt_blocks = chain.hashable_blocks
         #: It fills a batch, or warms the engine up (L7).
         self.dummy = False
+        #: The weights changed since it began (K8): what it brings to the pool has names that nobody asks for any more.
+        self.outdated = False
         #: Why the request neither reads nor writes, in the word of its lookups; None if it may do both.
         self.excluded: LookupOutcome | None = None
         self.phase = Phase.OPEN

@@ -8,14 +8,13 @@ for an earlier incarnation, or for a request that has closed, changes nothing he
 from collections.abc import Collection, Iterable
 from itertools import count
 
-import msgspec
-
 from akv.errors import EngineContractError
 from akv.ownership.backlog import SaveBacklog, Shed
 from akv.ownership.known_hashes import KnownHashes
 from akv.ownership.listing import Listing, hashes_of
 from akv.ownership.marks import UNLIMITED, SaveMarks
 from akv.ownership.page_book import PageBook
+from akv.ownership.queueable import queueable
 from akv.ownership.request_record import LoadHold, RequestRecord
 from akv.plan.backlog import BacklogBounds
 from akv.plan.hashing import Chain
@@ -149,7 +148,7 @@ class Requests:
             for group in hold.groups:
                 if group.group in self.listing.full:
                     record.marks.stored(group.blocks)
-                    self._known.add(group.hashes)
+                    self._learn(record, group.hashes)
             record.windows.loaded = record.windows.loaded or hold.tokens > 0
             valid = hold.local_tokens + hold.tokens
             self.matched_locally(record, valid)
@@ -213,7 +212,7 @@ class Requests:
         for order in orders:
             record = self._record(order.request_id, order.incarnation)
             if record is not None and record.is_open:
-                wanted.append(self._queueable(record, order))
+                wanted.append(queueable(record, order, self.pages))
         return self._queue(wanted, now, is_pass=True)
 
     def stored_pages(self, result: SaveResult) -> list[GroupPages]:
@@ -240,7 +239,7 @@ class Requests:
         # The groups of a save list the same blocks, so the first names each block's hash.
         hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
         if result.stored:
-            self._known.add(hashes[block] for block in result.stored)
+            self._learn(record, [hashes[block] for block in result.stored])
             record.marks.stored(result.stored)
         if result.refused:
             # One that was asked for again was known, and has gone: else it would not be listed again.
@@ -251,6 +250,14 @@ class Requests:
             record.stored_blocks += len(result.stored)
             record.marks.dropped(result.dropped)
         return self._close_if_done(record)
+
+    def reset(self) -> None:
+        """The weights changed: nothing is known to be in the pool under the new names, and no request that is open, all of
+        them cancelled, can say otherwise.
+        """
+        self._known.clear()
+        for record in self._open.values():
+            record.outdated = True
 
     def new_generation(self) -> None:
         """The pool may have been lost: what was saved before is listed for saving again (S13)."""
@@ -271,7 +278,7 @@ class Requests:
         if record.tail:
             # All of it: there is no later pass.
             orders.append(self.listing.blocks(record, upto, record.tail, record.tail_first, float("inf")))
-        wanted = [self._queueable(record, order) for order in orders if order is not None]
+        wanted = [queueable(record, order, self.pages) for order in orders if order is not None]
         queued, shed = self._queue(wanted, float("inf"), is_pass=False)
         return [*queued, *([] if shed is None else [shed]), *self._end(record, Happening.FINISH)]
 
@@ -313,6 +320,11 @@ class Requests:
         released = self.pages.release(message)
         return [] if released is None else [released]
 
+    def _learn(self, record: RequestRecord, hashes: Iterable[bytes]) -> None:
+        """The pool has these blocks, under the names of the weights that computed them."""
+        if not record.outdated:
+            self._known.add(hashes)
+
     def _move(self, record: RequestRecord, happening: Happening) -> bool:
         """Whether this moved the request on."""
         then = next_phase(record.phase, happening)
@@ -347,24 +359,6 @@ class Requests:
             if not order.window and not order.probe_first:
                 marks[order.incarnation].shed(order.groups[0].blocks, now)
         return list(fit.kept), Shed(fit.dropped, self.backlog.under_way) if fit.dropped else None
-
-    def _queueable(self, record: RequestRecord, order: SaveOrder) -> SaveOrder:
-        """The order without what must not be handed over any more."""
-        if order.snapshot:
-            # Copied already, from pages that the request held: nobody looks at the pages again.
-            return order
-        if order.window:
-            groups = [
-                select_pages(group, [not self.pages.is_filled(group.group, page) for page in group.pages])
-                for group in order.groups
-            ]
-            return msgspec.structs.replace(order, groups=tuple(group for group in groups if group.blocks))
-        keep = [order.probe_first or record.marks.is_open(block) for block in order.groups[0].blocks]
-        for group in order.groups:
-            keep = [k and not self.pages.is_filled(group.group, page) for k, page in zip(keep, group.pages, strict=True)]
-        return (
-            order if all(keep) else msgspec.structs.replace(order, groups=tuple(select_pages(g, keep) for g in order.groups))
-        )
 
     def _close_if_done(self, record: RequestRecord) -> list[Effect]:
         if not record.is_free:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from akv import EngineCapabilities, LookupOutcome, Offer, Scheduled, SettingsError
 from akv.units import NO_PAGE
@@ -138,9 +139,11 @@ async def test_W3_the_closing_pass_is_the_first_behind_the_chains_end(name: str,
     capabilities, lookahead = DRAFTERS[name]
     server = WindowServer(windows=((10, 3),), capabilities=capabilities)
     tokens = prompt(length)
-    async with server.open() as kv:
-        await server.serve(kv, "a", tokens, chunk=chunk)
+    with capture_logs() as events:
+        async with server.open() as kv:
+            await server.serve(kv, "a", tokens, chunk=chunk)
     assert server.wrong_values() == []
+    assert [event["ends"] for event in events if event["event"] == "akv.window.end"] == [1]
     chain = (length - lookahead) // 4
     assert chain in server.ends(tokens)
     there = set(server.store.keys())

@@ -114,6 +114,8 @@ async def test_K5_media_without_digests_neither_read_nor_write_and_are_warned_of
                 plan = kv.plan_pass([Scheduled(request=request, computed_before=len(TOKENS), tokens=1, pages=table)])
                 await kv.after_forward(plan)
                 await request.finished()
+                # Nor is time spent on hashes that nobody may use.
+                assert request._record.chain.hash_up_to(0) == 0
             # Others are served as ever.
             assert (await kv.open_request("text", TOKENS).lookup()).outcome is not LookupOutcome.MEDIA_UNKNOWN
     assert set(server.store.keys()) == before
