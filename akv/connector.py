@@ -16,6 +16,7 @@ from akv import observe
 from akv.errors import ConnectorBroken, NotOpenError, SettingsError
 from akv.flow.release import ended_with_block
 from akv.halves import Halves
+from akv.plan.integrity import trailer_bytes
 from akv.plan.keys import layout_fingerprint
 from akv.plan.tokens import Tokens
 from akv.ports import Ports
@@ -232,11 +233,8 @@ async def _open_connector(
     settings = check_settings(raw)
     check_layout(layout)
     check_capabilities(capabilities, layout)
-    check_staging(settings, layout.largest_page_bytes)
+    check_staging(settings, layout.largest_page_bytes + trailer_bytes(settings.integrity))
     check_backlog(settings, sum(group.bytes_per_page for group in layout.groups if not group.is_window))
-    if settings.integrity != "off":
-        # Their keys promise a trailer behind each page, and nothing writes one yet (S11).
-        raise SettingsError("integrity", settings.integrity, "pages cannot be stored with a trailer yet", "Leave it out.")
     if layout.world != 1:
         raise SettingsError(
             "layout.world", layout.world, "this connector serves one rank", "Use a layout of one rank, world=1."

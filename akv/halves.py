@@ -15,6 +15,7 @@ from anyio.lowlevel import checkpoint
 from akv import observe
 from akv.errors import DeviceError, PagesLost, SettingsError
 from akv.flow.calls import CallDesk
+from akv.flow.sealing import SealedPool
 from akv.flow.snapshot import Snapshot
 from akv.ownership.plans import UnknownPlan
 from akv.ownership.request_record import LoadHold, RequestRecord
@@ -86,6 +87,8 @@ class Halves:
         self._tokens_per_block = layout.tokens_per_block
         self._poller = StreamPoller(settings.poll_tick_s)
         keys = KeySpace.of_settings(settings, layout)
+        if settings.integrity != "off":
+            ports = msgspec.structs.replace(ports, pool=SealedPool(ports.pool, settings.integrity_secret.encode()))
         self.breaker = breaker = PoolBreaker()
         self._desk = desk = CallDesk(ports.runner, self.calls, self._poller, breaker)
         # Every key of a page has more parts, so nobody writes this one.

@@ -318,6 +318,13 @@ PAGES_RELEASED = _event(
     "request_id incarnation pages",
     "The store call returned, and pages left quarantine.",
 )
+PAGES_DAMAGED = _event(
+    "akv.pages.damaged",
+    "warning",
+    "pages",
+    "Pages from the pool were not those that their keys name, by `integrity`. They were removed, and their loads failed. "
+    'Damage in memory or on the way; with "mac" perhaps a client that writes what it must not.',
+)
 PLAN_DROPPED = _event(
     "akv.plan.dropped",
     "debug",

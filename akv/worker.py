@@ -27,6 +27,7 @@ from akv.ownership.slots import SlotPool
 from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.breaker import NOT_ASKED
+from akv.plan.integrity import trailer_bytes
 from akv.plan.keys import KeySpace
 from akv.plan.ring import ring_slots
 from akv.plan.terms import terms_of
@@ -68,7 +69,9 @@ class WorkerHalf:
     ) -> None:
         self._settings = settings
         self._capabilities = capabilities
-        self._slot_bytes = layout.largest_page_bytes
+        #: Behind a page in its slot is room for its trailer (S11).
+        self._trailer_bytes = trailer_bytes(settings.integrity)
+        self._slot_bytes = layout.largest_page_bytes + self._trailer_bytes
         self._ports = ports
         self._desk = desk
         self._tell_scheduler = report
@@ -115,7 +118,9 @@ class WorkerHalf:
         loading = await self._staging(self._settings.loaders)
         saving = await self._staging(self._settings.savers)
         await self._open_ring()
-        if self._capabilities.keeps_quarantined_pages and self._ports.pool.lets_go_at_return:
+        # What follows a page in the engine's own memory is another page, and no place for a trailer.
+        keeps = self._capabilities.keeps_quarantined_pages and not self._trailer_bytes
+        if keeps and self._ports.pool.lets_go_at_return:
             await self._reach_pages()
         for index in range(self._settings.loaders):
             stream = self._ports.device.open_stream(f"akv-load-{index}")
@@ -269,7 +274,7 @@ class WorkerHalf:
         slots = ring_slots(layout.groups, settings.rewind_tokens, layout.tokens_per_block, settings.snapshot_slots)
         if not slots or settings.role == "consumer":
             return
-        slot_bytes = max(group.bytes_per_page for group in layout.groups if group.is_window)
+        slot_bytes = max(group.bytes_per_page for group in layout.groups if group.is_window) + self._trailer_bytes
         buffer = await self._host_memory("snapshot_slots", slots, slots * slot_bytes)
         on_device = min(slots, settings.snapshot_device_bytes // slot_bytes)
         device_buffer = None

@@ -19,13 +19,15 @@ from akv_testing.errors import MisuseError, UnregisteredBuffer
 from akv_testing.memory import HOST_POISON, FakeHostBuffer
 from akv_testing.store import FakeStore
 
-Operation = Literal["probe", "get", "put"]
+Operation = Literal["probe", "get", "put", "remove"]
 
 #: The store's code for each trouble, as the Mooncake client reports it.
 CODES: dict[KeyState, int] = {
     KeyState.OK: 0,
     KeyState.MISSING: -704,
     KeyState.WRONG_SIZE: -800,
+    # No store says that: akv does, of bytes that a store delivered.
+    KeyState.DAMAGED: -1,
     KeyState.LEASE_EXPIRED: -707,
     KeyState.NO_SPACE: -200,
     KeyState.UNAVAILABLE: -900,
@@ -129,6 +131,10 @@ class FakePool:
         self._check_pieces(keys, buffer, offsets, sizes, disjoint=False)
         return self._call("put", keys, lambda index: self._put_one(keys[index], buffer, offsets[index], sizes[index]))
 
+    def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
+        """As the port says."""
+        return self._call("remove", keys, lambda index: self._remove_one(keys[index]))
+
     def register(self, buffer: HostBuffer) -> None:
         """As the port says. Refuses what overlaps a registered buffer, itself included."""
         self._check_open()
@@ -187,6 +193,12 @@ class FakePool:
         if not key:
             return _answer(KeyState.REFUSED)
         return KeyAnswer(KeyState.MISSING) if self.store.touch(key) is None else KeyAnswer(KeyState.OK, 1)
+
+    def _remove_one(self, key: str) -> KeyAnswer:
+        scripted = self._scripted("remove", key)
+        if scripted is not None:
+            return scripted
+        return _answer(KeyState.OK if self.store.remove(key) else KeyState.MISSING)
 
     def _get_one(self, key: str, buffer: HostBuffer, offset: int, size: int) -> KeyAnswer:
         answer, data = self._read(key, size)

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from akv.connector import Connector, open_connector
 from akv.plan.identity import Hashing
+from akv.plan.integrity import trailer, trailer_bytes
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind
 from akv.request import Load, Request
@@ -66,7 +67,7 @@ class FakeServer:
         self.settings: dict[str, Any] = {
             "model_key": "m",
             "pool": "embedded",
-            "staging_buffer_bytes": slots * self.layout.largest_page_bytes,
+            "staging_buffer_bytes": slots * (self.layout.largest_page_bytes + trailer_bytes(settings.get("integrity", "off"))),
             **settings,
         }
         checked = check_settings(self.settings)
@@ -142,6 +143,13 @@ class FakeServer:
         """What a page of this block holds."""
         return page_content(block_hash + self.weights, group, self.layout.groups[group].bytes_per_page)
 
+    def value(self, key: str, group: int) -> bytes:
+        """What the store holds under a key of this server: the page, and what is behind it."""
+        page = self.content(bytes.fromhex(key.rpartition("/")[2]), group)
+        settings = check_settings(self.settings)
+        secret = settings.integrity_secret.encode()
+        return page if settings.integrity == "off" else page + trailer(key, page, secret)
+
     def write(
         self,
         tokens: Sequence[int],
@@ -215,7 +223,8 @@ class FakeServer:
         hashes = self.hashes(tokens)
         for block in range(len(hashes)) if blocks is None else blocks:
             for group in range(len(self.layout.groups)):
-                self.store.write(self.keys.keys(group, [hashes[block]])[0], self.content(hashes[block], group))
+                key = self.keys.keys(group, [hashes[block]])[0]
+                self.store.write(key, self.value(key, group))
 
     def wrong_values(self) -> list[str]:
         """Keys of this server's space whose value is not what the key stands for."""
@@ -224,8 +233,7 @@ class FakeServer:
             key
             for group in range(len(self.layout.groups))
             for key in present
-            if key.startswith(prefix := self.keys.prefix(group))
-            and self.store.value(key) == self.content(bytes.fromhex(key.removeprefix(prefix)), group)
+            if key.startswith(self.keys.prefix(group)) and self.store.value(key) == self.value(key, group)
         }
         return [key for key in present if key not in right]
 

@@ -23,6 +23,9 @@ from akv.ports.device import CopyStream, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import BadPage, LoadResult, PassReport
 
+#: The pool has no such value, or not any more: what is damaged has been removed. So a put can bring it back.
+_GONE = frozenset({KeyState.MISSING, KeyState.DAMAGED})
+
 
 async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
     """Work on one load until it has a verdict. Its terminal state is reported when no copy can write any more, here or later.
@@ -127,7 +130,7 @@ def _all_good(
         # A lease that passed, or a master that did not answer, says nothing of the page; a probe is asked again by the next
         # lookup.
         bad = tuple(
-            BadPage(batch.group, block_hash, named=state is not KeyState.MISSING)
+            BadPage(batch.group, block_hash, named=state not in _GONE)
             for block_hash, state in failed
             if asked is CallKind.GET and state not in (KeyState.LEASE_EXPIRED, KeyState.UNAVAILABLE)
         )

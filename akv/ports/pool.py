@@ -18,6 +18,8 @@ class KeyState(StrEnum):
     MISSING = "missing"
     #: The stored value is shorter or longer than a page of this layout: another layout's, or damage.
     WRONG_SIZE = "wrong_size"
+    #: What lies behind the page is not its trailer: it was damaged, or another client wrote it (S11).
+    DAMAGED = "damaged"
     #: The bytes were written after the store's lease on them had passed: they may be another key's.
     LEASE_EXPIRED = "lease_expired"
     #: The pool has no room for the value.
@@ -42,7 +44,7 @@ class PagePool(Protocol):
     """A shared store of pages. First value stays: a put of an existing key changes nothing and answers OK.
 
     Blocking and thread safe; each call may take as long as the store takes, so nobody on an event loop calls them directly.
-    None of the three raises for what the store answers: trouble is an answer per key. They raise `NotOpenError` after
+    None of these raises for what the store answers: trouble is an answer per key. They raise `NotOpenError` after
     `close()` and in a forked child. `akv_testing.conformance.pool` holds what an implementation must pass.
     """
 
@@ -68,6 +70,10 @@ class PagePool(Protocol):
 
     def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """Store the bytes at each offset under its key: one answer per key, in order. The bytes are read until it returns."""
+        ...
+
+    def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
+        """Take values out of the pool, leased or not, whoever put them: one answer per key, in order."""
         ...
 
     def register(self, buffer: HostBuffer) -> None:

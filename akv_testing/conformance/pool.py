@@ -142,6 +142,21 @@ class PoolConformance:
         assert not any(read(buffer, 11 * SIZE)), "nothing past the room for it was written"
         assert read(buffer, 12 * SIZE) == value(1)
 
+    def test_S11_what_is_removed_is_gone_leased_or_not(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str]
+    ) -> None:
+        key, other, absent = new_key(), new_key(), new_key()
+        write(buffer, 0, value(1))
+        pool.put([key, other], buffer, [0, 0], [SIZE, SIZE])
+        pool.probe([key])
+        assert states(pool.remove([key, absent])) == [KeyState.OK, KeyState.MISSING]
+        assert states(pool.probe([key, other])) == [KeyState.MISSING, KeyState.OK]
+        # Another value can take its place.
+        write(buffer, 0, value(2))
+        assert states(pool.put([key], buffer, [0], [SIZE])) == [KeyState.OK]
+        pool.get([key], buffer, [SIZE], [SIZE])
+        assert read(buffer, SIZE) == value(2)
+
     def test_a_call_for_nothing_answers_nothing(self, pool: PagePool, buffer: HostBuffer) -> None:
         assert pool.probe([]) == []
         assert pool.get([], buffer, [], []) == []

@@ -92,11 +92,3 @@ async def test_M7_completions_that_nobody_fetches_are_bounded(monkeypatch: pytes
         halves: Halves = kv._halves
         assert len(halves._completions) == 3
         assert [completion.request_id for completion in kv.completed()] == ["2", "3", "4"]
-
-
-@pytest.mark.parametrize("settings", [{"integrity": "checksum"}, {"integrity": "mac", "integrity_secret": "s"}])
-async def test_S11_trailers_that_nothing_writes_yet_are_refused_by_name(settings: dict[str, Any]) -> None:
-    server = FakeServer(**settings)
-    with pytest.raises(SettingsError, match="integrity"):
-        async with server.open():
-            pass

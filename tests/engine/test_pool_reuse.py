@@ -16,7 +16,7 @@ from akv_testing.engine import TINY, EngineConfig, Model, Result, open_engine
 from akv_testing.store import FakeStore
 
 #: The fixture `served`: what it opens is described in conftest.py.
-OpenServed = Callable[[EngineConfig, FakeStore], AbstractAsyncContextManager[Any]]
+OpenServed = Callable[..., AbstractAsyncContextManager[Any]]
 
 pytestmark = pytest.mark.anyio
 
@@ -240,3 +240,17 @@ async def test_many_requests_on_few_pages_with_a_pool_give_the_bits_of_a_serial_
         most = (len(prompt) - 1) // 8 * 8
         assert results[name].local_tokens + results[name].from_pool_tokens == most
         assert results[name].tokens == (await local_hit(config, model, prompt, 5)).tokens
+
+
+async def test_S11_pages_with_a_trailer_behind_them_give_the_same_bits(
+    config: EngineConfig, model: Model, served: OpenServed
+) -> None:
+    mac = {"integrity": "mac", "integrity_secret": "s"}
+    reference = await local_hit(config, model, TOKENS, 4)
+    store = FakeStore(anyio.current_time)
+    async with served(config, store, **mac) as computing:
+        await computing.engine.generate("cold", TOKENS, max_new_tokens=4)
+    async with served(config, store, **mac) as fresh:
+        hit = await fresh.engine.generate("hit", TOKENS, max_new_tokens=4, keep_logits=True, keep_pages=True)
+    assert hit.from_pool_tokens == 88
+    assert_same(hit, reference)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from akv.flow.sealing import SealedPool
+from akv.plan.integrity import TRAILER_BYTES
 from akv.pool import MooncakePool
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
@@ -53,6 +55,24 @@ def test_D3_a_value_of_another_size_is_seen_and_no_neighbour_is_written(
     view = buffer.view()
     assert set(view[PAGE : 4 * PAGE]) == {POISON}
     assert set(view[4 * PAGE + asked :]) == {POISON}
+
+
+@pytest.mark.parametrize("secret", [b"", b"s"])
+def test_S11_a_page_that_another_client_overwrote_is_found_and_removed(
+    secret: bytes, pool: MooncakePool, buffer: HostBuffer, new_key: Callable[[], str]
+) -> None:
+    sealed, keys = SealedPool(pool, secret), [new_key(), new_key()]
+    pages = [fill(buffer, 0, 1), fill(buffer, 2 * PAGE, 2)]
+    assert sealed.put(keys, buffer, [0, 2 * PAGE], [PAGE, PAGE]) == [KeyAnswer(KeyState.OK, 0)] * 2
+    pieces = ([4 * PAGE, 6 * PAGE], [PAGE, PAGE])
+    assert [answer.state for answer in sealed.get(keys, buffer, *pieces)] == [KeyState.OK] * 2
+    assert [bytes(buffer.view()[at : at + PAGE]) for at in pieces[0]] == pages
+    # Another client takes the first value's place, trailer and all but for one bit of the page.
+    pool.remove(keys[:1])
+    buffer.view()[0] ^= 1
+    pool.put(keys[:1], buffer, [0], [PAGE + TRAILER_BYTES])
+    assert [answer.state for answer in sealed.get(keys, buffer, *pieces)] == [KeyState.DAMAGED, KeyState.OK]
+    assert [answer.state for answer in sealed.probe(keys)] == [KeyState.MISSING, KeyState.OK]
 
 
 def test_S5_of_a_key_twice_in_one_call_the_first_piece_is_stored_whatever_the_sizes(
