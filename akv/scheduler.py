@@ -49,6 +49,9 @@ from akv.values.scope import Scope
 class SchedulerHalf:
     """Requests, lookups and plans of one server. Every method but `lookup` is synchronous and called on the loop."""
 
+    #: Whether the connector goes on without a cache (O8): nothing is offered and nothing listed for saving. Set once.
+    no_cache: Callable[[], bool]
+
     def __init__(
         self,
         settings: Settings,
@@ -62,9 +65,8 @@ class SchedulerHalf:
     ) -> None:
         self._settings = settings
         self._desk = desk
-        windows = window_groups(layout.groups)
         self._tokens_per_block = layout.tokens_per_block
-        ahead = capabilities.lookahead
+        windows, ahead = window_groups(layout.groups), capabilities.lookahead
         hashing = Hashing(layout.tokens_per_block, ahead, settings.key_format, settings.key_secret.encode())
         self._page_counts = ports.device.page_counts
         recent = RecentChains(settings.recent_chains_tokens)
@@ -87,20 +89,22 @@ class SchedulerHalf:
             gate=gate,
         )
         self._ended = ended
-        #: What it expects of a worker half (D1).
         counts = self._page_counts
+        #: What it expects of a worker half (D1).
         self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
-        retention = capabilities.window_retention_tokens
-        self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, retention, ahead)
+        kept = capabilities.window_retention_tokens
+        self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, kept, ahead)
         # Under a drafter only the blocks of prompts are saved (S1).
         generated = settings.save_generated and capabilities.drafter == "none"
         saves = settings.role != "consumer"
-        self._reader = PassParts(layout, self._page_counts, self._ending, saves=saves, save_generated=generated)
-        forgetful = [window.group for window in windows]
+        self._reader = PassParts(layout, counts, self._ending, saves=saves, save_generated=generated)
         bounds = BacklogBounds(settings.backlog_bytes, settings.backlog_passes)
         self.backlog = SaveBacklog([group.bytes_per_page for group in layout.groups], bounds)
         self.requests = Requests(
-            groups=len(layout.groups), backoff_s=settings.save_backoff_s, windows=forgetful, backlog=self.backlog
+            groups=len(layout.groups),
+            backoff_s=settings.save_backoff_s,
+            windows=[window.group for window in windows],
+            backlog=self.backlog,
         )
         self._door = Door(self.requests, hashing, recent, require_salt=settings.require_salt)
         self.holds = HoldClock(settings.save_hold_max_s, lambda record: self._carry_out(self.requests.hold_expired(record)))
@@ -108,8 +112,6 @@ class SchedulerHalf:
         self.passes = Passes(
             settings, self.requests, self._reader, self._ending, self.worker, hashing.slice_blocks, lambda: self._saves
         )
-        #: Whether the connector goes on without a cache (O8): nothing is offered and nothing listed for saving.
-        self.no_cache: Callable[[], bool]
 
     def open(self, request_id: str, tokens: Tokens, scope: Scope, *, reads_cache: bool, dummy: bool) -> RequestRecord:
         """A request begins. Raises as `Door.open` does; then nothing was opened."""

@@ -42,7 +42,7 @@ class RecordedPool:
 
     def __init__(self, pool: MooncakePool) -> None:
         self._pool = pool
-        self.probe, self.put, self.close = pool.probe, pool.put, pool.close
+        self.probe, self.put, self.remove, self.close = pool.probe, pool.put, pool.remove, pool.close
         self.register, self.unregister = pool.register, pool.unregister
         self.lets_go_at_return = pool.lets_go_at_return
         self.gets: list[list[KeyAnswer]] = []

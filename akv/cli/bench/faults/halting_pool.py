@@ -28,7 +28,7 @@ class HaltingPool:
     def __init__(self, pool: MooncakePool) -> None:
         self._pool = pool
         self._plan: Halt | None = None
-        self.probe, self.put = pool.probe, pool.put
+        self.probe, self.put, self.remove = pool.probe, pool.put, pool.remove
         self.register, self.unregister, self.close = pool.register, pool.unregister, pool.close
 
     @property
