@@ -6,8 +6,10 @@ import anyio
 import torch
 from anyio import to_thread
 
+from akv.host import PagedSequence, youngest_behind
 from akv.values.messages import PassPlan
 from akv.values.requests import Scheduled
+from akv_testing.engine.admission import Admission
 from akv_testing.engine.config import EngineConfig
 from akv_testing.engine.job import Chunk, Job, Sampled
 from akv_testing.engine.model import Model
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class Batch:
     """Continuous batching: requests join and leave between any two passes."""
 
-    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None") -> None:
+    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None", admission: Admission) -> None:
         self._threads = config.threads
         self._shape = PassShape(
             chunk_tokens=config.chunk_tokens, max_tokens=config.max_tokens_per_pass, max_running=config.max_running
@@ -30,14 +32,18 @@ class Batch:
         self._pages = pages
         self._kv = kv
         self._one_at_a_time = anyio.CapacityLimiter(1)
-        #: In order of arrival.
+        self._admission = admission
+        admission.on_free = self._wake
         self._jobs: dict[str, Job] = {}
+        #: Pages of preempted requests, which come free when akv has let go of them.
+        self._leaving: list[PagedSequence] = []
         self._work = anyio.Event()
 
     def join(self, job: Job) -> None:
-        """From the next pass on this request is computed, until it is complete or leaves."""
+        """From the next pass on this request is computed, until it is complete, preempted (`job.out`) or leaves."""
+        job.out = anyio.Event()
         self._jobs[job.request_id] = job
-        self._work.set()
+        self._wake()
 
     def leave(self, job: Job) -> None:
         """No pass that begins from here on computes this request; `job.pass_over` tells of the present one."""
@@ -46,12 +52,43 @@ class Batch:
     async def run(self) -> None:
         """Compute until cancelled. What a pass raises leaves through here: the engine cannot go on."""
         while True:
-            batch = next_pass(self._jobs.values(), self._shape)
+            # By age, so that the oldest takes part in every pass: others may wait for it.
+            batch = self._with_pages(next_pass(sorted(self._jobs.values(), key=lambda job: job.number), self._shape))
             if batch:
                 await self._pass(batch)
             else:
+                if self._jobs and self._kv is not None:
+                    self._kv.pressure()  # raises if it broke: then the pages that are waited for never come
                 self._work = anyio.Event()
                 await self._work.wait()
+
+    def _wake(self) -> None:
+        self._work.set()
+
+    def _with_pages(self, batch: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
+        """Those of a pass that have pages for what they compute in it. For one that has none a younger one gives way."""
+        ready: set[str] = set()
+        for job, count in sorted(batch, key=lambda part: part[0].number):
+            if job.request_id not in self._jobs:
+                continue  # it has just given way
+            if self._admission.grow(job, job.computed + count):
+                ready.add(job.request_id)
+            else:
+                self._preempt_behind(job)
+        return [(job, count) for job, count in batch if job.request_id in ready & self._jobs.keys()]
+
+    def _preempt_behind(self, job: Job) -> None:
+        """Let the youngest request behind this one leave the batch, between two passes; its task gives the pages back."""
+        self._leaving = [sequence for sequence in self._leaving if not sequence.released]
+        running = {other.number: other for other in self._jobs.values()}
+        number = youngest_behind(job.number, running)
+        if number is None or self._leaving:  # those pages may be enough
+            return
+        victim = running[number]
+        del self._jobs[victim.request_id]
+        if victim.sequence is not None:
+            self._leaving.append(victim.sequence)
+        victim.out.set()
 
     async def _pass(self, batch: list[tuple[Job, int]]) -> None:
         over = anyio.Event()
@@ -119,4 +156,4 @@ class Batch:
             job.logits.append(sample.logits)
         if job.complete:
             del self._jobs[job.request_id]
-            job.done.set()
+            job.out.set()

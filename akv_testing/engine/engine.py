@@ -1,13 +1,13 @@
 """The reference engine: continuous batching on paged KV, with akv where a server has it. Unchanged on asyncio and trio.
 
 `generate()` is a request's way, in the caller's task: book pages, ask the pool, wait for the load, join the batch, wait for
-its tokens. The batch (`batch.py`) is one task that waits for passes alone, so a request that waits holds up nobody.
+its tokens; and again from the start where a load failed or an older request needed the pages. The batch (`batch.py`) is one
+task that waits for passes alone, so a request that waits holds up nobody. Who gets pages is decided in `admission.py`.
 """
 
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,14 +17,13 @@ from anyio.lowlevel import checkpoint
 
 from akv.errors import ConnectorBroken, EngineContractError, LoadFailed, NotOpenError
 from akv.host import PagedCache, PagedSequence
-from akv.values.messages import PagesPerGroup
 from akv.values.scope import EMPTY_SCOPE, Scope
+from akv_testing.engine.admission import Admission
 from akv_testing.engine.batch import Batch
 from akv_testing.engine.config import EngineConfig, check_config
 from akv_testing.engine.job import Job, Result
 from akv_testing.engine.model import Model
 from akv_testing.engine.pages import Pages
-from akv_testing.engine.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from akv.connector import Connector
@@ -46,7 +45,6 @@ class Engine:
         self._pages = pages
         self._kv = kv
         self._group = group
-        self._batch = Batch(config, model, pages, kv)
         #: Read-only for others: how full the cache is, and whether its books are right (`check()`).
         self.cache = PagedCache(
             config.tokens_per_block,
@@ -55,11 +53,11 @@ class Engine:
             retention_tokens=config.window_retention_tokens,
             chunk_tokens=config.chunk_tokens,
         )
-        self._quarantine = Quarantine(self.cache)
+        self._admission = Admission(self.cache)
+        self._batch = Batch(config, model, pages, kv, self._admission)
         #: Every request that has not given back its pages.
         self._jobs: dict[str, Job] = {}
-        #: Requests that wait for pages, first come first served.
-        self._queue: deque[Job] = deque()
+        self._numbers = count()
         #: Set when the last request has left; a new one for each time that there are any.
         self._empty = anyio.Event()
         self._open = True
@@ -83,27 +81,41 @@ class Engine:
         the pool. Both off, it is a cold run. `keep_logits` and `keep_pages` are for comparisons, and so is `local_at_most`: no
         more tokens than these are reused, so that the request resumes where another run did.
 
+        A load that fails, and an older request that needs the pages, send the request back to the start with what it has
+        generated so far: its pages are given back, and it is admitted again before all younger ones.
+
         Raises ValueError for a request that can never be served or whose id is in use (ids are free again once saves ended:
         `settled()`), EngineClosed if the engine ended first.
 
         **Cancellation:** the request leaves the batch, its load and its saves are withdrawn, and a task of the engine gives
         its pages back when neither a pass nor akv touches them any more.
         """
-        job = Job(request_id, list(tokens), max_new_tokens, scope, local_reuse=local_reuse, keep_logits=keep_logits)
+        job = Job(
+            next(self._numbers),
+            request_id,
+            list(tokens),
+            max_new_tokens,
+            scope,
+            local_reuse=local_reuse,
+            keep_logits=keep_logits,
+        )
         job.local_at_most, job.keep_pages = local_at_most, keep_pages
         self._refuse_if_hopeless(job)
         with job.stop:
             try:
-                sequence = await self._book(job)
-                if self._kv is not None:
-                    job.request = self._kv.open_request(request_id, job.tokens, scope, reads_cache=reads_pool)
-                    await self._fill_from_pool(job, sequence)
-                local_tokens = job.computed - job.from_pool_tokens
-                self._batch.join(job)
-                await job.done.wait()
+                self._enter(job)
+                while not job.complete:
+                    sequence = await self._book(job)
+                    if self._kv is not None and job.request is None:
+                        job.request = self._kv.open_request(request_id, job.tokens, scope, reads_cache=reads_pool)
+                    if await self._fill_from_pool(job, sequence):
+                        self._batch.join(job)
+                        await job.out.wait()
+                        if not job.complete:
+                            await self._give_way(job)
                 if keep_pages:
                     await self._note_pages(job)
-                return job.result(local_tokens)
+                return job.result()
             finally:
                 self._leave(job)
         raise EngineClosed(f"the engine closed before request {request_id!r} was complete")
@@ -130,78 +142,80 @@ class Engine:
         if job.request_id in self._jobs:
             raise ValueError(f"request {job.request_id!r} is in the engine already; ids are free again once its saves ended")
 
-    async def _book(self, job: Job) -> PagedSequence:
-        """Wait for all pages that the request will ever need: so no request is preempted, and parked loads never deadlock."""
+    def _enter(self, job: Job) -> None:
         if not self._jobs:
             self._empty = anyio.Event()
         self._jobs[job.request_id] = job
-        self._queue.append(job)
-        self._admit()
+
+    async def _book(self, job: Job) -> PagedSequence:
+        """Wait until there are pages for all tokens that are known: to load and compute these waits for no more."""
+        began = anyio.current_time()
+        self._admission.enqueue(job)
         await job.admitted.wait()
-        job.queue_s = anyio.current_time() - job.called_at
         if job.sequence is None:
             raise AssertionError("an admitted request has pages")
+        if not job.preemptions:
+            job.queue_s += anyio.current_time() - began
+            job.local_tokens = job.sequence.local_tokens
         return job.sequence
 
-    def _admit(self) -> None:
-        """Give pages to those who wait, in order; called whenever pages may have become free."""
-        while self._queue:
-            job = self._queue[0]
-            # A match leaves one of the tokens that are shown to it: so no more is reused than was asked for.
-            shown = job.length if job.local_at_most is None else min(job.length, job.local_at_most + 1)
-            sequence = self.cache.admit(job.tokens[:shown], job.capacity_tokens, job.scope, reuse=job.local_reuse)
-            if sequence is None:
-                return
-            self._queue.popleft()
-            sequence.append(job.tokens[shown:])
-            job.sequence = sequence
-            job.read_tables()
-            job.computed = sequence.local_tokens
-            self._quarantine.opened(job.request_id)
-            job.admitted.set()
+    async def _fill_from_pool(self, job: Job, sequence: PagedSequence) -> bool:
+        """Ask the pool, outside the batch, and wait until what it offers lies in the pages; the others go on computing.
 
-    async def _fill_from_pool(self, job: Job, sequence: PagedSequence) -> None:
-        """Ask the pool, outside the batch, and wait until what it offers lies in the pages; the others go on computing."""
+        False if the load failed: the request has given its pages back and starts again.
+        """
         if job.request is None:
-            return
+            return True
         began = anyio.current_time()
         offer = await job.request.lookup(sequence.local_tokens)
         asked = anyio.current_time()
-        job.lookup_s = asked - began
-        job.lookup_outcome = offer.outcome
+        if not job.preemptions:
+            job.lookup_s += asked - began
+            job.lookup_outcome = offer.outcome
         resume = sequence.local_tokens + offer.tokens
-        if not offer.tokens or not sequence.prepare_load(resume):
-            return
+        if not offer.tokens or not sequence.grow(resume) or not sequence.prepare_load(resume):
+            return True
         job.read_tables()
         load = job.request.reserve(offer, offer.tokens, job.tables)
         try:
-            completed = await load.wait()
+            await load.wait()
         except LoadFailed as failure:
-            # The pages are ours again and hold nothing; they stay booked, and the prompt is computed behind the local match.
-            job.load_failure = failure.reason
-            if failure.quarantined:
-                await self._book_others(job, sequence, failure.quarantined)
-            else:
-                sequence.rewind(sequence.local_tokens)
+            self._restart(job, failure)
+        if not job.preemptions:
+            job.load_s += anyio.current_time() - asked
+        if job.sequence is not None:
+            await self._resume(job, sequence, resume)
+        return job.sequence is not None
+
+    def _restart(self, job: Job, failure: LoadFailed) -> None:
+        """Nothing of what the load was to bring counts, and it may have brought a part: give the pages back uncommitted (D3).
+
+        akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end.
+        """
+        job.load_failure = failure.reason
+        job.failed_loads += 1
+        self._admission.quarantine.name(job.request_id, failure.quarantined)
+        self._admission.release(job)
+
+    async def _resume(self, job: Job, sequence: PagedSequence, resume: int) -> None:
+        """The pages up to `resume` are filled: compute what is behind."""
+        if job.preemptions:
+            job.reloaded_tokens += resume - job.computed
         else:
-            job.from_pool_tokens = completed.tokens
-            job.computed += completed.tokens
-        job.load_s = anyio.current_time() - asked
-        if job.keep_pages and job.from_pool_tokens and any(group.window_tokens for group in self._config.groups):
+            job.from_pool_tokens = resume - job.computed
+        job.computed = resume
+        if job.keep_pages and any(group.window_tokens for group in self._config.groups):
             loaded = anyio.current_time()
             await self._note_pages(job)  # now, while windows hold all that was loaded
             job.called_at += anyio.current_time() - loaded  # who compares waits for that, and no client does
-        if job.from_pool_tokens:
-            sequence.commit(resume)  # from now on others may reuse it
+        sequence.commit(resume)  # from now on others may reuse it
 
-    async def _book_others(self, job: Job, sequence: PagedSequence, quarantined: PagesPerGroup) -> None:
-        """A call that was given up may still write some of the pages, so none of them is computed in."""
-        self._quarantine.name(job.request_id, quarantined)
-        job.sequence, job.tables, job.admitted = None, (), anyio.Event()
-        self._quarantine.release(job.request_id, sequence)
-        self._queue.appendleft(job)  # it was admitted before anybody who waits
-        self._admit()
-        await job.admitted.wait()
+    async def _give_way(self, job: Job) -> None:
+        """The batch has preempted the request for an older one: give its pages back, when akv has let go of them."""
+        job.preemptions += 1
+        if job.request is not None:
+            self._admission.quarantine.name(job.request_id, await job.request.preempted())
+        self._admission.release(job)
 
     async def _note_pages(self, job: Job) -> None:
         """Digest the pages of each whole block; what a window has given back since keeps the digest that it had."""
@@ -215,8 +229,7 @@ class Engine:
     def _leave(self, job: Job) -> None:
         """The caller has its answer, or does not want it any more."""
         self._batch.leave(job)
-        if job in self._queue:
-            self._queue.remove(job)
+        self._admission.leave(job)
         if job.sequence is None and job.request is None:
             self._gone(job)
         else:
@@ -233,9 +246,8 @@ class Engine:
             try:
                 if job.request is not None:
                     quarantined = await (job.request.finished() if job.complete else job.request.cancel())
-                    self._quarantine.name(job.request_id, quarantined)
-                if job.sequence is not None:
-                    self._quarantine.release(job.request_id, job.sequence)
+                    self._admission.quarantine.name(job.request_id, quarantined)
+                self._admission.release(job)
             except (ConnectorBroken, NotOpenError):
                 # Nobody can say any more what still reads the pages, so they stay booked. The batch surfaces the fault.
                 await checkpoint()
@@ -243,7 +255,7 @@ class Engine:
 
     def _gone(self, job: Job) -> None:
         del self._jobs[job.request_id]
-        self._admit()
+        self._admission.freed()
         if not self._jobs:
             self._empty.set()
 
@@ -280,7 +292,7 @@ async def open_engine(
             engine = Engine(config, model, pages, kv, group)
             group.start_soon(engine._batch.run)
             if kv is not None:
-                group.start_soon(engine._quarantine.follow, kv, engine._admit)
+                group.start_soon(engine._admission.quarantine.follow, kv, engine._admission.freed)
             try:
                 yield engine
             finally:

@@ -36,8 +36,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     #: What the lookup found, as akv names it; empty if the pool was not asked.
     lookup_outcome: str = ""
-    #: Why the load failed, one word, and the whole prompt behind the local match was computed; empty if none failed.
+    #: Why the last load that failed did, one word; empty if none failed.
     load_failure: str = ""
+    #: Loads that failed. After each the request was restarted without that offer.
+    failed_loads: int = 0
+    #: How often it gave way to an older request, and went on later in other pages.
+    preemptions: int = 0
+    #: Tokens whose KV came from the pool after preemptions; they do not count as `from_pool_tokens`, nor as local ones.
+    reloaded_tokens: int = 0
     #: With `keep_logits`: the logits of each generated step, (generated tokens, vocabulary), on the CPU.
     logits: Tensor | None = None
     #: With `keep_pages`: per layer group, a digest of the page of each whole block that has KV (`Pages.digests`). Pages that a
@@ -70,8 +76,18 @@ class Job:
     """A request inside the engine."""
 
     def __init__(
-        self, request_id: str, tokens: list[int], max_new_tokens: int, scope: Scope, *, local_reuse: bool, keep_logits: bool
+        self,
+        number: int,
+        request_id: str,
+        tokens: list[int],
+        max_new_tokens: int,
+        scope: Scope,
+        *,
+        local_reuse: bool,
+        keep_logits: bool,
     ) -> None:
+        #: Its age: smaller than that of any request that came later. Who is preempted keeps it.
+        self.number = number
         self.request_id = request_id
         #: The prompt, and what was generated.
         self.tokens = tokens
@@ -86,9 +102,11 @@ class Job:
         self.called_at = anyio.current_time()
         #: Ends `generate()` when the engine closes.
         self.stop = anyio.CancelScope()
+        #: Set when it has pages; a new one each time that it waits for some.
         self.admitted = anyio.Event()
-        self.done = anyio.Event()
-        #: The request's pages, from admission on.
+        #: Set when it has left the batch, complete or preempted; a new one each time that it joins.
+        self.out = anyio.Event()
+        #: The request's pages, from admission to its end, to a failed load or to a preemption.
         self.sequence: PagedSequence | None = None
         self.tables: PageTables = ()
         #: akv's side of the request, if the engine has a connector.
@@ -97,9 +115,10 @@ class Job:
         self.pass_over: anyio.Event | None = None
         #: Tokens whose KV lies in the pages.
         self.computed = 0
-        self.from_pool_tokens = 0
+        self.local_tokens = self.from_pool_tokens = self.reloaded_tokens = 0
         self.lookup_outcome = ""
         self.load_failure = ""
+        self.failed_loads = self.preemptions = 0
         self.logits: list[Tensor] = []
         self.page_digests: tuple[tuple[bytes, ...], ...] = ()
         self.queue_s = self.lookup_s = self.load_s = self.ttft_s = 0.0
@@ -111,7 +130,7 @@ class Job:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that it may grow to: what its pages are booked for."""
+        """Tokens that it grows to."""
         return self.prompt_tokens + self.max_new_tokens
 
     @property
@@ -130,13 +149,13 @@ class Job:
         tokens = tuple(self.tokens[self.computed : end])
         return Chunk(tokens, self.computed, self.tables, samples=end == self.length, keep_logits=self.keep_logits)
 
-    def result(self, local_tokens: int) -> Result:
+    def result(self) -> Result:
         """The answer, once complete."""
         return Result(
             request_id=self.request_id,
             tokens=tuple(self.tokens[self.prompt_tokens :]),
             prompt_tokens=self.prompt_tokens,
-            local_tokens=local_tokens,
+            local_tokens=self.local_tokens,
             from_pool_tokens=self.from_pool_tokens,
             ttft_s=self.ttft_s,
             queue_s=self.queue_s,
@@ -144,6 +163,9 @@ class Job:
             load_s=self.load_s,
             lookup_outcome=self.lookup_outcome,
             load_failure=self.load_failure,
+            failed_loads=self.failed_loads,
+            preemptions=self.preemptions,
+            reloaded_tokens=self.reloaded_tokens,
             logits=torch.stack(self.logits) if self.logits else None,
             page_digests=self.page_digests,
             page_tables=self.tables,

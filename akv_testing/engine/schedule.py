@@ -15,6 +15,11 @@ class Progress(Protocol):
         ...
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of these, the prompt's."""
+        ...
+
+    @property
     def length(self) -> int:
         """Tokens known: the prompt, and what was generated. More than are computed, or the request would have ended."""
         ...
@@ -35,20 +40,25 @@ def next_pass(requests: Iterable[P], shape: PassShape) -> list[tuple[P, int]]:
     """Requests, in order of arrival, and how many tokens each computes in the next pass.
 
     The first `max_running` requests take part. Each that decodes computes its token; then prompts take whole chunks while they
-    fit. A chunk is never cut to what is left of the pass: its end depends on the request alone, so its bits do too.
+    fit. A chunk is never cut to what is left of the pass: its end depends on the request alone, so its bits do too. For the
+    same reason what a preempted request had generated is computed again token by token.
     """
     running = [request for request, _ in zip(requests, range(shape.max_running), strict=False)]
-    decoding = [(request, 1) for request in running if request.length - request.computed == 1]
+    decoding = [(request, 1) for request in running if _is_decoding(request)]
     left = shape.max_tokens - len(decoding)
     chunks: list[tuple[P, int]] = []
     for request in running:
-        waiting = request.length - request.computed
-        if waiting > 1:
+        if not _is_decoding(request):
+            waiting = request.prompt_tokens - request.computed
             count = min(waiting, shape.chunk_tokens - request.computed % shape.chunk_tokens)
             if count <= left:
                 chunks.append((request, count))
                 left -= count
     return decoding + chunks
+
+
+def _is_decoding(request: Progress) -> bool:
+    return request.computed >= request.prompt_tokens or request.length - request.computed == 1
 
 
 def tokens_in(batch: Sequence[tuple[P, int]]) -> int:

@@ -1,6 +1,6 @@
 """Real time for this folder: forwards run in threads, and a virtual clock would jump while they do."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from akv.connector import Connector, open_connector
 from akv.device import open_torch_device
 from akv.ports import Ports
 from akv_testing.calls import FakeRunner
-from akv_testing.engine import TINY, Engine, EngineConfig, Model, Pages, capabilities_of, open_engine
+from akv_testing.engine import TINY, Engine, EngineConfig, Model, Pages, Result, capabilities_of, open_engine
 from akv_testing.engine.pages import DTYPES
 from akv_testing.pool import FakePool
 from akv_testing.pytest_backends import real_backends
@@ -54,6 +54,18 @@ def config() -> EngineConfig:
 
 
 @pytest.fixture
+def fine() -> EngineConfig:
+    """Chunks of one block: wherever a request resumes the chunks behind are those of a cold run, and so are the bits (Q1)."""
+    return EngineConfig(model=TINY, tokens_per_block=8, pages=64, chunk_tokens=8, max_tokens_per_pass=64, max_running=8)
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Result, Result], None]:
+    """Tokens, pages and logits of two runs, bit for bit."""
+    return _assert_same
+
+
+@pytest.fixture
 def served(model: Model) -> OpenServed:
     """Open an engine whose connector moves real torch pages to and from a fake store. Further arguments are settings."""
 
@@ -82,6 +94,26 @@ def served(model: Model) -> OpenServed:
             yield Served(engine, kv, pool, runner, pages)
 
     return open_served
+
+
+def _assert_same(result: Result, expected: Result) -> None:
+    assert result.tokens == expected.tokens
+    assert result.page_digests == expected.page_digests
+    assert result.logits is not None
+    assert expected.logits is not None
+    assert torch.equal(result.logits, expected.logits)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """Wait until something holds that nobody tells: what an engine has come to while its passes run in threads."""
+    return _until
+
+
+async def _until(holds: Callable[[], object]) -> None:
+    with anyio.fail_after(50):
+        while not holds():  # noqa: ASYNC110 - there is no event
+            await anyio.sleep(0.001)
 
 
 def _dense_logits(model: Model, tokens: list[int]) -> Tensor:

@@ -90,7 +90,7 @@ async def test_D6_a_client_that_leaves_costs_nobody_a_page(config: EngineConfig,
                 await engine.generate(name, TOKENS, max_new_tokens=200)
 
         async with anyio.create_task_group() as group:
-            for i in range(4):  # 37 pages each: one computes, the others wait for pages
+            for i in range(4):  # 37 pages each in the end: they take turns
                 group.start_soon(gone, f"gone {i}")
             stays = await engine.generate("stays", TOKENS, max_new_tokens=3)
         await engine.settled()
@@ -142,9 +142,9 @@ async def test_a_request_in_the_queue_that_leaves_lets_the_next_one_in(config: E
 
     async with open_engine(config, model=model) as engine, anyio.create_task_group() as group:
         await group.start(request, engine, "long", TOKENS, 200, anyio.CancelScope())
-        await group.start(request, engine, "needs every page", TOKENS, 64 * 8 - 90, client)
+        await group.start(request, engine, "needs every page", [1] * (64 * 8 - 1), 1, client)
         await group.start(request, engine, "small", [1, 2, 3], 1, anyio.CancelScope())
-        assert engine.cache.available_blocks == 64 - 37  # there are pages, but nobody overtakes
+        assert engine.cache.available_blocks >= 64 - 37  # there are pages, but nobody overtakes
         client.cancel()
     assert complete == ["small", "long"]
 

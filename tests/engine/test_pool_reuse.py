@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import pytest
-import torch
 
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
@@ -17,6 +16,7 @@ from akv_testing.store import FakeStore
 
 #: The fixture `served`: what it opens is described in conftest.py.
 OpenServed = Callable[..., AbstractAsyncContextManager[Any]]
+Same = Callable[[Result, Result], None]
 
 pytestmark = pytest.mark.anyio
 
@@ -30,17 +30,9 @@ async def local_hit(config: EngineConfig, model: Model, tokens: list[int], max_n
         return await engine.generate("reuses", tokens, max_new_tokens=max_new_tokens, keep_logits=True, keep_pages=True)
 
 
-def assert_same(result: Result, reference: Result) -> None:
-    assert result.tokens == reference.tokens
-    assert result.page_digests == reference.page_digests
-    assert result.logits is not None
-    assert reference.logits is not None
-    assert torch.equal(result.logits, reference.logits)
-
-
 @pytest.mark.parametrize("layer_groups", [1, 2])
 async def test_Q1_a_hit_equals_local_reuse_bit_for_bit(
-    config: EngineConfig, model: Model, served: OpenServed, layer_groups: int
+    config: EngineConfig, model: Model, served: OpenServed, assert_same: Same, layer_groups: int
 ) -> None:
     config = EngineConfig(
         model=TINY, tokens_per_block=8, pages=64, chunk_tokens=32, max_tokens_per_pass=64, max_running=8,
@@ -84,8 +76,8 @@ async def test_S12_the_next_turn_finds_the_answer_in_the_pool(config: EngineConf
     assert second.from_pool_tokens == 96
 
 
-async def test_D3_a_failed_load_is_computed_instead_and_hurts_nobody_else(
-    config: EngineConfig, model: Model, served: OpenServed
+async def test_D3_H4_a_failed_load_restarts_its_request_without_that_offer_and_hurts_nobody_else(
+    config: EngineConfig, served: OpenServed, assert_same: Same
 ) -> None:
     store = FakeStore(anyio.current_time)
     async with served(config, store) as computing:
@@ -93,8 +85,10 @@ async def test_D3_a_failed_load_is_computed_instead_and_hurts_nobody_else(
     async with served(config, store) as fresh:
         fresh.pool.answer("get", KeyState.MISSING, skip=4)
         hurt = await fresh.engine.generate("hurt", TOKENS, max_new_tokens=6, keep_logits=True, keep_pages=True)
-        assert (hurt.load_failure, hurt.from_pool_tokens) == ("missing", 0)
+        # Asked again, the pool offers what is before the missing page: a whole chunk, so that the chunks are the same.
+        assert (hurt.load_failure, hurt.failed_loads, hurt.from_pool_tokens) == ("missing", 1, 32)
         assert_same(hurt, cold)  # a recompute equals a cold run with the same chunks (Q1)
+        await fresh.engine.settled()  # a put of ours clears the page's name
         fine = await fresh.engine.generate("fine", TOKENS, max_new_tokens=6, local_reuse=False)
         assert fine.from_pool_tokens == 88
         await fresh.engine.settled()
@@ -169,7 +163,7 @@ async def test_D6_pages_that_a_copy_touches_are_not_given_back_before_it_ended(
         client.cancel()
         with anyio.move_on_after(0.02):
             await fresh.engine.settled()
-        assert fresh.engine.cache.available_blocks < 64 - 12
+        assert fresh.engine.cache.available_blocks <= 64 - 12
         gate.release()
         await fresh.engine.settled()
         assert fresh.engine.cache.available_blocks == 64

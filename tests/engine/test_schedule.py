@@ -14,6 +14,11 @@ SHAPE = PassShape(chunk_tokens=16, max_tokens=24, max_running=4)
 class Request:
     computed: int
     length: int
+    generated: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length - self.generated
 
 
 def counts(requests: list[Request], shape: PassShape = SHAPE) -> list[tuple[int, int]]:
