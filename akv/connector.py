@@ -180,16 +180,23 @@ class _Opening(AbstractAsyncContextManager[Connector]):
     def __init__(self, opening: AbstractAsyncContextManager[Connector]) -> None:
         self._opening = opening
         self._entered = False
+        self._open = False
 
     async def __aenter__(self) -> Connector:
         if self._entered:
             raise NotOpenError("this connector was opened before, and a connector is opened once: call open_connector() again")
         self._entered = True
-        return await self._opening.__aenter__()
+        kv = await self._opening.__aenter__()
+        self._open = True
+        return kv
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        # Whoever enters and leaves by hand, in a server's start and stop hooks, may stop what never started, and stop twice.
+        if not self._open:
+            return None
+        self._open = False
         return await self._opening.__aexit__(kind, error, trace)  # noqa: ASYNC102 - bounded there
 
     def __getattr__(self, name: str) -> Any:

@@ -51,9 +51,10 @@ class EngineContractError(AkvError):
 
 
 class NotOpenError(AkvError):
-    """The connector is used before it opened, after it closed, or in a forked child. At fault: the embedding program.
+    """The connector is used before it opened, after it closed, in a forked child or in another thread. At fault: the embedding
+    program.
 
-    A connector lives inside `async with open_connector(...)`, in the process that opened it. Nothing happened.
+    A connector lives inside `async with open_connector(...)`, in the event loop that opened it. Nothing happened.
     """
 
 

@@ -4,6 +4,7 @@ It also knows whether a connector that may be used has lost its cache (O8).
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ class HealthLatch:
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self._thread = threading.get_ident()
         self._reason: Callable[[], AkvError] | None = None
         #: Why it goes on without a cache; empty while it has one.
         self.degraded = ""
@@ -63,8 +65,8 @@ class HealthLatch:
         )
 
     def check(self) -> None:
-        """Raise if the connector cannot be used: NotOpenError after close and in a forked child, ConnectorBroken after a
-        fault.
+        """Raise if the connector cannot be used: NotOpenError after close, in a forked child and in another thread,
+        ConnectorBroken after a fault.
         """
         if self._reason is not None:
             raise self._reason()
@@ -72,6 +74,11 @@ class HealthLatch:
             raise NotOpenError(
                 f"this connector was opened in process {self._process} and is used in a forked child: the store's client does "
                 "not survive a fork. Start worker processes with 'spawn' and open a connector in each"
+            )
+        if threading.get_ident() != self._thread:
+            raise NotOpenError(
+                "this connector belongs to the event loop that opened it and is used in another thread. Have that loop call "
+                "it: anyio.from_thread.run_sync() from its workers, loop.call_soon_threadsafe() or trio.from_thread"
             )
 
     def _trip(self, reason: Callable[[], AkvError]) -> None:

@@ -25,7 +25,7 @@ from akv.settings import Settings, StoreSettings
 from akv_testing.memory import FakeHostBuffer
 from akv_testing.processes import halt
 
-address, pid, what, state, ending = sys.argv[1:]
+address, pid, what, state, ending = sys.argv[1:6]
 SIZE = 1 << 20
 
 async def main():
@@ -54,11 +54,14 @@ async def main():
             inside.wait()
         if ending == "raise":
             raise ZeroDivisionError
+        if ending == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            await anyio.sleep(10)
         if ending == "abrupt":
             sys.exit(3)
     print("left")
 
-anyio.run(main)
+anyio.run(main, backend=sys.argv[6] if sys.argv[6:] else "asyncio")
 """
 
 
@@ -76,6 +79,23 @@ def test_O6_a_process_with_a_call_in_flight_ends_by_itself(
     assert ended.returncode == status, ended.stderr[-2000:]
     assert time.monotonic() - began < DEADLINE_S + MARGIN_S
     assert ended.stdout == ("left\n" if ending == "return" else "")
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("state", ["healthy", "frozen"])
+def test_O6_an_interrupted_process_with_a_call_in_flight_ends_by_itself(
+    state: str, backend: str, own_master: tuple[str, int], run_script: Run
+) -> None:
+    address, pid = own_master
+    began = time.monotonic()
+    try:
+        ended = run_script(PROCESS, address, str(pid), "get", state, "interrupt", backend)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # As after any uncaught exception (O6).
+    assert ended.returncode == 1, ended.stderr[-2000:]
+    assert time.monotonic() - began < DEADLINE_S + MARGIN_S
+    assert ended.stdout == ""
 
 
 def test_O6_a_store_whose_master_froze_is_not_closed(own_master: tuple[str, int], run_script: Run) -> None:
