@@ -237,7 +237,7 @@ async def test_many_requests_on_few_pages_with_a_pool_give_the_bits_of_a_serial_
 
 
 async def test_S11_pages_with_a_trailer_behind_them_give_the_same_bits(
-    config: EngineConfig, model: Model, served: OpenServed
+    config: EngineConfig, model: Model, served: OpenServed, assert_same: Same
 ) -> None:
     mac = {"integrity": "mac", "integrity_secret": "s"}
     reference = await local_hit(config, model, TOKENS, 4)
