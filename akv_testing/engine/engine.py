@@ -164,7 +164,7 @@ class Engine:
 
         False if the load failed: the request has given its pages back and starts again.
         """
-        if job.request is None:
+        if job.request is None or not job.asks_pool:
             return True
         began = anyio.current_time()
         offer = await job.request.lookup(sequence.local_tokens)
@@ -190,9 +190,11 @@ class Engine:
     def _restart(self, job: Job, failure: LoadFailed) -> None:
         """Nothing of what the load was to bring counts, and it may have brought a part: give the pages back uncommitted (D3).
 
-        akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end.
+        akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end. What a deadline ended
+        may be offered again, since nobody knows which page it was.
         """
         job.load_failure = failure.reason
+        job.asks_pool = failure.reason != "deadline"
         job.failed_loads += 1
         self._admission.quarantine.name(job.request_id, failure.quarantined)
         self._admission.release(job)

@@ -80,6 +80,17 @@ async def test_D3_a_request_tries_as_often_as_it_is_let(
         await nothing_is_left(fresh)
 
 
+async def test_D3_one_wait_for_a_load_deadline_is_enough(fine: EngineConfig, served: OpenServed, assert_same: Same) -> None:
+    store, cold = await stored(served, fine)
+    async with served(fine, store, load_deadline_s=0.05) as fresh:
+        gate = fresh.runner.hold_all(CallKind.GET)  # as where the holder of the pages is frozen
+        hurt = await ask(fresh.engine, "hurt")
+        assert (hurt.failed_loads, hurt.load_failure) == (1, "deadline")
+        assert_same(hurt, cold)
+        gate.release()
+        await nothing_is_left(fresh)
+
+
 @pytest.mark.parametrize("block", [0, 2, 4])
 async def test_D3_H4_eviction_between_lookup_and_load(
     fine: EngineConfig, served: OpenServed, assert_same: Same, block: int

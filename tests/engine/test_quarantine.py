@@ -145,7 +145,7 @@ async def test_D2_a_store_that_writes_pages_itself_keeps_them_until_its_call_ret
     store = FakeStore(anyio.current_time)
     async with served(config, store) as computing:
         cold = await computing.engine.generate("cold", TOKENS, max_new_tokens=6, keep_logits=True)
-    async with served(config, store, load_deadline_s=0.05, max_load_attempts=1) as fresh:
+    async with served(config, store, load_deadline_s=0.05) as fresh:
         gate = fresh.runner.hold(CallKind.GET)
         hurt = await fresh.engine.generate("hurt", TOKENS, max_new_tokens=6, keep_logits=True)
         assert (hurt.load_failure, hurt.from_pool_tokens) == ("deadline", 0)
