@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from akv import (
     Connector,
+    ConnectorBroken,
     EngineContractError,
     LoadCompleted,
     LoadFailed,
@@ -86,6 +87,52 @@ async def test_O8_the_save_whose_saver_crashed_is_refused_and_nobody_waits_for_i
     assert anyio.current_time() == began
     refused = {log["request_id"]: log["blocks"] for log in logs if log["event"] == "akv.save.refused"}
     assert refused == {"r": 9, "queued behind": 9}
+    assert server.left_behind() == []
+
+
+async def test_O8_of_what_hangs_in_the_store_nothing_is_waited_for() -> None:
+    server = warm()
+    get, put = server.runner.hold(CallKind.GET), server.runner.hold(CallKind.PUT)
+    async with server.open() as kv:
+        _, load, its = await server.load(kv, "r", TOKENS)
+        request = kv.open_request("still open", LONG)
+        table = server.allocate(LONG)
+        await server.compute(kv, request, LONG, table)
+        await get.reached()
+        await put.reached()
+        await anyio.sleep(0.01)
+        await crash(server)
+        await anyio.sleep(0.01)
+        # The loader has given its call up, and the slots of that are counted.
+        assert kv.pressure().given_up_calls == 1
+        assert kv.pressure().loading.quarantined > 0
+        began = anyio.current_time()
+        with pytest.raises(LoadFailed):
+            await load.wait()
+        await request.finished()
+        assert anyio.current_time() == began
+        server.free(its)
+        server.free(table)
+        get.release()
+        put.release()
+    assert server.left_behind() == []
+
+
+async def test_M8_a_saver_that_crashes_while_the_connector_closes_leaves_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = FakeServer()
+    with pytest.raises(ConnectorBroken):
+        async with server.open() as kv:
+            gate = server.runner.hold(CallKind.PUT)
+            for number in range(3):
+                tokens = [number, *LONG]
+                await server.compute(kv, kv.open_request(str(number), tokens), tokens, server.allocate(tokens))
+            await gate.reached()
+            monkeypatch.setattr(server.pool, "put", raises)
+            gate.release()
+            began = anyio.current_time()
+    assert anyio.current_time() - began < 0.1
     assert server.left_behind() == []
 
 
