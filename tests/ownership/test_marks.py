@@ -202,3 +202,14 @@ def test_S6_what_another_request_saved_or_a_pass_queued_is_shed_no_more() -> Non
     assert (marks.mark, marks.shed_blocks) == (1, [1, 2])
     marks.queued([1, 2])
     assert (marks.mark, marks.shed_blocks, marks.refused_count) == (3, [], 0)
+
+
+def test_S13_S2_a_lost_pool_and_taken_pages_step_the_mark_back_to_what_they_concern() -> None:
+    marks = SaveMarks(1.0)
+    marks.stored([0])
+    marks.queued([1, 2])
+    marks.withdrawn()
+    assert (marks.mark, marks.to_offer(3, 0.0)) == (1, [1, 2])
+    marks.queued([1, 2])
+    marks.lost()
+    assert (marks.mark, marks.to_offer(3, 0.0)) == (0, [0])

@@ -81,3 +81,10 @@ def test_L8_as_a_model_that_keeps_every_page_s_end(steps: list[tuple[str, int, l
         for asked in range(2):
             expected = [number for number in range(7) if model.get((asked, number), (now, True))[0] > now]
             assert which(negative, range(7), now, group=asked) == expected
+
+
+def test_K8_under_new_names_no_page_is_bad() -> None:
+    negative = NegativeKeys(2, TTL_S)
+    negative.failed([*bad(1), *bad(2, group=1)], 0.0)
+    negative.clear()
+    assert [which(negative, range(3), 0.0, group) for group in (0, 1)] == [[], []]

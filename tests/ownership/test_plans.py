@@ -76,3 +76,10 @@ def test_S2_every_plan_ends_exactly_once_whatever_the_order(steps: list[str | in
             ended += [*earlier, own]
         assert len(set(ended)) == len(ended)
         assert plans.open == last - len(ended)
+
+
+def test_S2_open_plans_are_counted_and_their_contents_named_oldest_first() -> None:
+    plans = made("a", "b", "c")
+    plans.end(1)
+    assert (plans.open, list(plans.contents)) == (2, ["b", "c"])
+    assert [plans.peek(number) for number in (1, 2, 9)] == [None, "b", None]

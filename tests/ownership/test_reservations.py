@@ -282,3 +282,28 @@ class ReservationsMachine(RuleBasedStateMachine):
 
 ReservationsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestD2D6D9M2ReservationsMachine = ReservationsMachine.TestCase
+
+
+def test_O7_loads_that_nobody_took_up_are_refused_without_a_key_and_others_go_on() -> None:
+    reservations = Reservations(PAGE_BYTES)
+    taken = dispatched(reservations)
+    reservations.accept(order(2), "fence")
+    (refused,) = reservations.refuse_queued("breaker_open")
+    assert (refused.load_id, refused.state, refused.failed_key, refused.reason) == (2, LoadState.FAILED, "", "breaker_open")
+    assert reservations.queued == 0
+    assert reservations.landed(taken) is not None
+
+
+def test_O8_M8_every_load_fails_and_those_with_copies_under_way_when_these_ended() -> None:
+    reservations = Reservations(PAGE_BYTES)
+    copying, waiting = dispatched(reservations), dispatched(reservations, 2)
+    queued = reservations.accept(order(3), "fence")
+    assert reservations.begin_copy(copying)
+    records, results = reservations.fail_all("degraded")
+    assert records == [copying, waiting, queued]
+    assert [(result.load_id, result.reason) for result in results] == [(2, "degraded"), (3, "degraded")]
+    assert reservations.next() is None
+    assert reservations.written == list(copying.order.groups)
+    ended = reservations.end_copy(copying)
+    assert ended is not None
+    assert (ended.state, reservations.written) == (LoadState.FAILED, [])

@@ -276,3 +276,30 @@ class SavesMachine(RuleBasedStateMachine):
 
 SavesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestS2S7M7SavesMachine = SavesMachine.TestCase
+
+
+def test_M8_a_ticket_whose_saver_failed_ends_when_nothing_of_it_reads_pages() -> None:
+    saves = Saves([1] * GROUPS)
+    ticket = taken_up(saves)
+    results: list[SaveResult] = []
+    assert saves.begin_read(ticket)
+    saves.abandon(ticket, "saver_failed", results.append)
+    assert not saves.begin_read(ticket)
+    assert (results, saves.read) == ([], list(ticket.order.groups))
+    saves.end_read(ticket)
+    assert [lists(result) for result in results] == [((), (3, 4, 5), ())]
+    assert (saves.active, saves.read) == (0, [])
+    saves.abandon(ticket, "again", results.append)
+    assert len(results) == 1, "it has ended"
+
+
+def test_M8_a_ticket_whose_saver_failed_ends_when_the_store_has_let_go_of_its_pages() -> None:
+    saves = Saves([1] * GROUPS)
+    ticket = taken_up(saves)
+    results: list[SaveResult] = []
+    pages = ticket.order.groups[0]
+    assert saves.begin_call(ticket, pages)
+    saves.abandon(ticket, "saver_failed", results.append)
+    assert results == []
+    assert saves.end_call(ticket, pages) is None
+    assert len(results) == 1

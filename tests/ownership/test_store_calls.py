@@ -4,6 +4,7 @@ import pytest
 
 from akv.ownership.slots import SlotPool
 from akv.ownership.store_calls import StoreCalls
+from akv.values.messages import GroupPages
 
 
 def nothing() -> None:
@@ -91,3 +92,21 @@ def test_M1_a_call_on_several_tickets_keeps_the_slots_of_each() -> None:
     assert (pool.free, pool.quarantined) == (0, 3)
     calls.ended(record)
     assert (pool.free, pool.quarantined) == (3, 0)
+
+
+def test_O7_calls_that_were_given_up_are_counted_by_their_kind() -> None:
+    calls = StoreCalls()
+    for kind in ("get", "get", "put"):
+        calls.give_up(calls.begin(kind))
+    calls.begin("get")
+    assert [calls.given_up_of(kind) for kind in ("get", "put", "probe")] == [2, 1, 0]
+
+
+def test_M3_the_pages_of_calls_that_have_not_returned_are_named() -> None:
+    calls = StoreCalls()
+    pages = GroupPages(1, (3,), (7,), (b"h",))
+    calls.begin("get")
+    record = calls.begin("put", pages=pages)
+    assert calls.pages == [pages]
+    calls.ended(record)
+    assert calls.pages == []

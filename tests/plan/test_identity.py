@@ -259,3 +259,8 @@ def test_X6_neither_salts_nor_digests_nor_secrets_are_printed() -> None:
         assert "hunter2" not in printed
         assert "(hidden)" in printed
     assert "hunter2" not in str(scope.__rich_repr__())
+
+
+def test_L3_a_slice_is_as_long_as_that_of_any_chain_of_this_server() -> None:
+    hashing = Hashing(32, lookahead=1)
+    assert hashing.slice_blocks == hashing.chain(EMPTY_SCOPE, range(100)).slice_blocks > 1
