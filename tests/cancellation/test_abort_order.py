@@ -234,7 +234,11 @@ class Reuse:
         request = self.kv.open_request("r", tokens)
         self.incarnations.append(request.incarnation)
         table = self.server.allocate(tokens)
-        load = request.reserve(await request.lookup(), 16, table)
+        while not (offer := await request.lookup()).tokens:
+            # Calls of former owners have every place, so nothing is offered.
+            self.late.pop().release()
+            await settle()
+        load = request.reserve(offer, 16, table)
         await self.moment()
         if load.state is None and CallKind.GET not in kinds:
             await load.wait()

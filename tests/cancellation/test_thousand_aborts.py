@@ -117,9 +117,11 @@ class Hashing(State):
 
 
 class Beside(State):
-    """Beside two gets that do not return, of requests that go on waiting for them, or were cancelled."""
+    """Beside two gets that do not return, of requests that go on waiting for them, or of which one was cancelled: with both
+    given up a lookup offers nothing.
+    """
 
-    given_up = True
+    given_up = 1
 
     def around(self, life: Life) -> AbstractAsyncContextManager[None]:
         return self._beside_gets(life)
@@ -130,12 +132,12 @@ class Beside(State):
         stuck = [await life.server.load(life.kv, f"stuck{number}", OTHER) for number in range(2)]
         await settle()
         assert gate.holding == 2
-        for request, _, _ in stuck if self.given_up else ():
+        for request, _, _ in stuck[: self.given_up]:
             await request.cancel()
         yield
         gate.release()
-        for request, load, table in stuck:
-            if not self.given_up:
+        for number, (request, load, table) in enumerate(stuck):
+            if number >= self.given_up:
                 await load.wait()
                 await request.finished()
             life.server.free(table)
@@ -147,21 +149,21 @@ class Beside(State):
 class Queued(Beside):
     """No loader is free."""
 
-    given_up = False
+    given_up = 0
 
     def is_reached(self, life: Life) -> bool:
         return life.kv.pressure().queued_loads == 1
 
 
 class WaitingForAPlace(Beside):
-    """A loader has it, and all that may call are given up."""
+    """A loader has it, and each place is held by a call that does not return."""
 
     def is_reached(self, life: Life) -> bool:
         return life.kv._halves._desk._places[CallKind.GET].statistics().tasks_waiting == 1
 
 
 class WaitingForSlots(Beside):
-    """A loader has it, and every slot is in quarantine."""
+    """A loader has it, and every slot is held by a call that does not return."""
 
     slots = 2
 
