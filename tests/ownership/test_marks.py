@@ -1,6 +1,10 @@
 """The mark follows what was queued, steps back to what was refused, and never passes an open block (S2, D9)."""
 
 import math
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +28,39 @@ def test_S2_the_mark_follows_queued_and_steps_back_on_refused() -> None:
     assert marks.mark == 2
     marks.queued([2])
     assert marks.mark == 4, "blocks behind the refused ones were not open"
+
+
+def steps(work: Callable[[], object]) -> int:
+    """Lines of Python that run, those of loops once for each turn."""
+    lines = 0
+
+    def count(_: FrameType, event: str, __: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_L3_a_block_that_was_turned_away_at_the_start_of_a_long_chain_costs_passes_nothing() -> None:
+    """A pass asks this of every request in it, twice, and most of all while the pool is full."""
+    marks, many = SaveMarks(BACKOFF_S), 10_000
+    marks.queued(range(many))
+    marks.shed([1], now=0.0)
+    marks.refused([0], now=0.0)
+    assert marks.to_offer(many, math.inf) == [0, 1]
+    assert steps(lambda: marks.to_offer(many, 0.0)) < 100
+    assert steps(lambda: marks.to_offer(many, math.inf)) < 100
+    assert steps(lambda: marks.shed_blocks) < 100
+    assert steps(lambda: marks.stored([0, 1])) < 100, "the mark goes on to the end"
+    assert marks.mark == many
+    assert steps(marks.withdrawn) < 100
 
 
 def test_S2_a_block_out_of_order_leaves_the_mark_at_the_first_open_one() -> None:
