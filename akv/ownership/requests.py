@@ -137,13 +137,14 @@ class Requests:
 
     def load_ended(self, result: LoadResult) -> list[Effect]:
         """The worker reached the terminal state of a load: its pages are the engine's again."""
+        # Also of a request that was lost (M8): the end of the calls is told, whoever waits for it.
+        self.pages.quarantine((result.request_id, result.incarnation), result.quarantined)
         record = self._record(result.request_id, result.incarnation)
         if record is None or record.load is None or record.load.load_id != result.load_id:
             return []
         hold, record.load = record.load, None
         self._move(record, Happening.LOAD_ENDED)
         self.pages.returned(hold.groups)
-        self.pages.quarantine(record.key, result.quarantined)
         if result.state is LoadState.LOADED:
             for group in hold.groups:
                 if group.group in self.listing.full:
@@ -308,10 +309,10 @@ class Requests:
 
     def pages_unread(self, message: PagesUnread) -> list[Effect]:
         """The worker says that nothing reads pages of a withdrawn incarnation any more, but for those in quarantine."""
+        self.pages.quarantine((message.request_id, message.incarnation), message.quarantined)
         record = self._record(message.request_id, message.incarnation)
         if record is None:
             return []
-        self.pages.quarantine(record.key, message.quarantined)
         record.awaits_unread = False
         return self._close_if_done(record)
 

@@ -299,6 +299,35 @@ async def test_M8_a_request_whose_gather_is_not_seen_to_end_goes_on_and_is_lost_
         assert anyio.current_time() == began
 
 
+async def test_M8_M7_a_call_on_pages_that_are_lost_may_return_after_the_copy_was_seen_to_end() -> None:
+    server = FakeServer.warm(TOKENS, LONG, on_failure="degrade", shutdown_deadline_s=1.0, host_pages=True)
+    others, first, second = (server.runner.hold(CallKind.GET) for _ in range(3))
+    scatter = server.device.script.hold("scatter")
+    with capture_logs() as logs:
+        async with server.open() as kv:
+            other, _, its = await server.load(kv, "other", TOKENS)
+            await others.reached()
+            # While its pages are in quarantine the next load goes through slots.
+            assert await other.cancel() == (tuple(its[0][:4]), ())
+            _, load, _ = await server.load(kv, "r", LONG)
+            await first.reached()
+            others.release()
+            await settle()
+            first.release()
+            await second.reached()
+            await crash(server)
+            with pytest.raises(PagesLost):
+                await load.wait()
+            scatter.release()
+            await anyio.sleep(0.1)
+            second.release()
+            await anyio.sleep(0.1)
+            assert [type(one) for one in kv.completed()] == [PagesReleased], "of the other request alone"
+            assert not server.device.busy
+    assert [log["reason"] for log in logs if log["event"] == "akv.connector.degraded"] == ["Planted"]
+    assert server.left_behind() == []
+
+
 # -- what degrades, and what does not
 
 
