@@ -4,10 +4,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from akv.errors import ConnectorBroken, NotOpenError
+from akv.errors import ConnectorBroken, NotOpenError, PagesLost
 from akv.host import PagedCache, PagedSequence
 from akv.values.capabilities import EngineCapabilities
 from akv.values.messages import PagesPerGroup, PagesReleased
+from akv.values.requests import Completion
 from akv_testing.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Quarantine:
         """Hear what akv says by itself, for as long as it runs; `freed()` is called when pages may have become free."""
         with suppress(ConnectorBroken, NotOpenError):  # the batch surfaces that, once there is something to compute
             while True:
-                for ended in kv.completed():
+                for ended in _completed(kv):
                     if isinstance(ended, PagesReleased):
                         self.released(ended)
                         freed()
@@ -69,6 +70,13 @@ class Quarantine:
     def _grouped(self, pages: _Pages) -> PagesPerGroup:
         groups = range(len(self._cache.page_counts))
         return tuple(tuple(sorted(page for at, page in pages if at == group)) for group in groups) if pages else ()
+
+
+def _completed(kv: "Connector") -> list[Completion]:
+    """What ended. Whose pages are lost is told of it by its own wait, too, and keeps them; the others go on (O8)."""
+    while True:
+        with suppress(PagesLost):
+            return kv.completed()
 
 
 def _pairs(pages: PagesPerGroup) -> _Pages:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from akv.connector import Connector
-from akv.errors import LoadFailed
+from akv.errors import LoadFailed, PagesLost
 from akv.host import PagedCache
 from akv.ports.calls import CallKind
 from akv.values.messages import PagesPerGroup, PagesReleased
@@ -66,10 +66,15 @@ class GivesUp:
     def __init__(self) -> None:
         self.changed = anyio.Event()
         self.ended: list[object] = []
+        #: Told once, in place of what ended.
+        self.lost: PagesLost | None = None
         #: The page tables of the load.
         self.pages: tuple[tuple[int, ...], ...] = ()
 
     def completed(self) -> list[object]:
+        if self.lost is not None:
+            lost, self.lost = self.lost, None
+            raise lost
         ended, self.ended, self.changed = self.ended, [], anyio.Event()
         return ended
 
@@ -113,6 +118,27 @@ class GivesUp:
     async def finished(self) -> PagesPerGroup:
         await anyio.lowlevel.checkpoint()
         return ()
+
+
+@pytest.mark.anyio
+async def test_O8_pages_of_one_request_that_are_lost_hold_up_nobody_elses_release() -> None:
+    """A connector that degraded tells of them in place of what ended, and goes on."""
+    cache, kv, followed = PagedCache(4, [8]), GivesUp(), []
+    kv.pages = ((0,),)
+    quarantine = Quarantine(cache)
+    sequence = cache.admit(range(12), 12)
+    assert sequence is not None
+    quarantine.opened("r")
+    quarantine.name("r", kv.pages)
+    quarantine.release("r", sequence)
+    async with anyio.create_task_group() as group:
+        group.start_soon(quarantine.follow, cast(Connector, kv), lambda: followed.append(cache.free_pages))
+        await anyio.wait_all_tasks_blocked()
+        kv.lost = PagesLost("other", 2, ((1,),))
+        kv.lets_go()
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert followed == [(8,)]
 
 
 @pytest.mark.anyio
