@@ -155,7 +155,7 @@ BREAKER_OPEN = _event(
     "The pool is not asked any more: lookups miss at once, saves are refused, queued loads fail. One probe at a time waits "
     "for it. "
     '`reason`: "unavailable", a call could reach it for no key; "timeouts", two deadlines passed while calls were under way; '
-    '"quarantine", calls that were given up hold more than `quarantine_max_bytes`.',
+    '"quarantine", calls that were given up, and peers after transfers that failed, hold more than `quarantine_max_bytes`.',
 )
 BREAKER_CLOSED = _event(
     "akv.breaker.closed",
@@ -304,6 +304,19 @@ WINDOW_TAIL_MISSING = _event(
     "request_id incarnation block",
     "A request finished at block `block` without the whole window before it: not held any more, or not copied. The next turn "
     "resumes further back. A retention of one block is enough for the first.",
+)
+SLOTS_WITHHELD = _event(
+    "akv.slots.withheld",
+    "warning",
+    "slots state code",
+    "Transfers of `slots` keys failed, and over RDMA a peer may touch their slots later: out of use until the end. "
+    "Told for the first of a buffer; `kv.pressure()` counts all. With too many the breaker opens: open the connector anew.",
+)
+MEMORY_KEPT = _event(
+    "akv.memory.kept",
+    "warning",
+    "bytes",
+    "The store would not unregister a buffer of a connector that closed. A peer may still write there: it is never freed.",
 )
 PAGES_QUARANTINED = _event(
     "akv.pages.quarantined",

@@ -12,7 +12,8 @@ import msgspec
 from anyio import CancelScope, Event, current_time
 from anyio.lowlevel import checkpoint
 
-from akv.errors import SettingsError
+from akv import observe
+from akv.errors import PoolError, SettingsError
 from akv.flow.calls import CallDesk
 from akv.flow.gate import PoolGate
 from akv.flow.load import load, report_load
@@ -204,11 +205,17 @@ class WorkerHalf:
         return [*self._parts.reservations.written, *self._parts.saves.read]
 
     def quarantine_full(self) -> bool:
-        """Whether given-up calls hold more memory than `quarantine_max_bytes` (M3)."""
-        slots = sum(staging.slots.quarantined for staging in self.stagings)
+        """Whether given-up calls, and peers after a call's end, hold more memory than `quarantine_max_bytes` (M3); or so many
+        slots of one direction for good that a batch has no place there.
+        """
+        pools = [staging.slots for staging in self.stagings]
+        if self._ring is not None:
+            pools.append(self._ring.claims.host)
+        slots = sum(pool.quarantined_bytes for pool in pools)
         pages = self._parts.reservations.quarantined_bytes + self._parts.saves.quarantined_bytes
-        half_of_staging = sum(staging.buffer.nbytes for staging in self.stagings) // 2
-        return slots * self._slot_bytes + pages > (self._settings.quarantine_max_bytes or half_of_staging)
+        half_of_slots = sum(pool.count * pool.slot_bytes for pool in pools) // 2
+        full = slots + pages > (self._settings.quarantine_max_bytes or half_of_slots)
+        return full or any(staging.slots.usable < staging.batch for staging in self.stagings)
 
     def pressure(
         self, calls: StoreCalls, backlog: SaveBacklog, breaker: BreakerState, degraded: str, unsaved_blocks: int
@@ -256,9 +263,15 @@ class WorkerHalf:
             await self._idle.wait()
 
     def unregister(self) -> None:
-        """Take back from the store what it was told of. Only when no call is outstanding."""
+        """Take back from the store what it was told of. Only when no call is outstanding.
+
+        What it does not give back is kept alive by the pool, and told: the others must not be left for it.
+        """
         for buffer in self._registered:
-            self._ports.pool.unregister(buffer)
+            try:
+                self._ports.pool.unregister(buffer)
+            except PoolError as error:
+                observe.emit(observe.MEMORY_KEPT, bytes=buffer.nbytes, error=error)
         self._registered.clear()
         self.stagings.clear()
 
@@ -282,8 +295,9 @@ class WorkerHalf:
             size = CallSize(0, on_device * slot_bytes)
             device_buffer = await self._desk.run(CallKind.COPY, lambda: device.device_buffer(size.bytes), size)
         await self._register(buffer)
+        host_slots = SlotPool(slots, slot_bytes=slot_bytes)
         self._ring = Ring(
-            claims=SnapshotClaims(SlotPool(slots), None if device_buffer is None else SlotPool(on_device)),
+            claims=SnapshotClaims(host_slots, None if device_buffer is None else SlotPool(on_device)),
             buffer=buffer,
             device_buffer=device_buffer,
             stream=device.open_stream("akv-snapshot"),
@@ -320,7 +334,8 @@ class WorkerHalf:
         share = min(2 * LARGEST_BATCH, slots // sharers)
         nbytes = share * sharers * self._slot_bytes
         buffer = await self._host_memory("staging_buffer_bytes", self._settings.staging_buffer_bytes, nbytes)
-        staging = Staging(buffer=buffer, slots=SlotPool(share * sharers), slot_bytes=self._slot_bytes, share=share)
+        pool = SlotPool(share * sharers, slot_bytes=self._slot_bytes)
+        staging = Staging(buffer=buffer, slots=pool, slot_bytes=self._slot_bytes, share=share)
         await self._register(buffer)
         self.stagings.append(staging)
         return staging
@@ -357,4 +372,4 @@ class WorkerHalf:
 
 
 def _pressure(slots: SlotPool) -> StagingPressure:
-    return StagingPressure(slots=slots.count, free=slots.free, quarantined=slots.quarantined)
+    return StagingPressure(slots=slots.count, free=slots.free, quarantined=slots.quarantined, withheld=slots.withheld)

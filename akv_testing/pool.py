@@ -14,7 +14,7 @@ from typing import Literal
 
 from akv.errors import NotOpenError, PoolError
 from akv.ports.device import HostBuffer
-from akv.ports.pool import KeyAnswer, KeyState
+from akv.ports.pool import UNSETTLED, KeyAnswer, KeyState
 from akv_testing.errors import MisuseError, UnregisteredBuffer
 from akv_testing.memory import HOST_POISON, FakeHostBuffer
 from akv_testing.store import FakeStore
@@ -69,12 +69,29 @@ class _Script:
         return True
 
 
+@dataclass(frozen=True)
+class _Unsettled:
+    """A piece of memory that a transfer may touch, though its call returned."""
+
+    operation: Operation
+    key: str
+    buffer: HostBuffer
+    offset: int
+    size: int
+
+    def overlaps(self, buffer: HostBuffer, offset: int, size: int) -> bool:
+        return self.buffer is buffer and offset < self.offset + self.size and self.offset < offset + size
+
+
 class FakePool:
     """Implements `akv.ports.pool.PagePool`: one process's client of a `FakeStore`.
 
     Loud where Mooncake over TCP is lenient: a call that names an unregistered buffer raises `UnregisteredBuffer`, pieces that
     overlap or leave the buffer raise `MisuseError`. Where a get does not deliver, its piece is overwritten with
     `HOST_POISON`, because "undefined" must not mean "as before" to anybody.
+
+    With `lets_go_at_return = False` it plays RDMA: behind an answer of `akv.ports.pool.UNSETTLED` its transfer goes on. Until
+    the buffer was unregistered a call that names such a piece again raises `MisuseError`, but for another put of the same key.
     """
 
     def __init__(self, store: FakeStore, *, name: str = "pool") -> None:
@@ -84,9 +101,12 @@ class FakePool:
         self.calls: list[PoolCall] = []
         #: As the port says. Set it False before a connector opens to play a transport whose peers may write after a return.
         self.lets_go_at_return = True
+        #: Refuse to take registrations back, as a store does that cannot.
+        self.refuses_unregister = False
         #: Bytes that gets delivered and that puts handed over.
         self.bytes_moved: Counter[Operation] = Counter()
         self._registered: dict[int, HostBuffer] = {}
+        self._unsettled: list[_Unsettled] = []
         self._scripts: list[_Script] = []
         self._open = True
 
@@ -94,6 +114,11 @@ class FakePool:
     def registered(self) -> list[HostBuffer]:
         """The buffers that are registered at present. Empty after a clean close."""
         return list(self._registered.values())
+
+    @property
+    def unsettled_bytes(self) -> int:
+        """Bytes of registered buffers that peers may touch, though no call names them any more."""
+        return sum(piece.size for piece in self._unsettled)
 
     @property
     def is_open(self) -> bool:
@@ -123,13 +148,17 @@ class FakePool:
 
     def get(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """As the port says. Grants a lease on each key that is there."""
-        self._check_pieces(keys, buffer, offsets, sizes, disjoint=True)
-        return self._call("get", keys, lambda index: self._get_one(keys[index], buffer, offsets[index], sizes[index]))
+        self._check_pieces("get", keys, buffer, offsets, sizes)
+        answers = self._call("get", keys, lambda index: self._get_one(keys[index], buffer, offsets[index], sizes[index]))
+        self._goes_on("get", keys, buffer, offsets, sizes, answers)
+        return answers
 
     def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """As the port says. Grants no lease."""
-        self._check_pieces(keys, buffer, offsets, sizes, disjoint=False)
-        return self._call("put", keys, lambda index: self._put_one(keys[index], buffer, offsets[index], sizes[index]))
+        self._check_pieces("put", keys, buffer, offsets, sizes)
+        answers = self._call("put", keys, lambda index: self._put_one(keys[index], buffer, offsets[index], sizes[index]))
+        self._goes_on("put", keys, buffer, offsets, sizes, answers)
+        return answers
 
     def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
         """As the port says."""
@@ -147,7 +176,10 @@ class FakePool:
     def unregister(self, buffer: HostBuffer) -> None:
         """As the port says."""
         with self.store.lock:
+            if self.refuses_unregister and buffer.address in self._registered:
+                raise PoolError(f"the store refused to unregister {buffer!r} (script)")
             self._registered.pop(buffer.address, None)
+            self._unsettled = [piece for piece in self._unsettled if piece.buffer is not buffer]
 
     def close(self) -> None:
         """As the port says."""
@@ -158,7 +190,12 @@ class FakePool:
             raise NotOpenError(f"{self.name} is closed; on a real store this call would crash the process")
 
     def _check_pieces(
-        self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int], *, disjoint: bool
+        self,
+        operation: Operation,
+        keys: Sequence[str],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
     ) -> None:
         self._check_open()
         if self._registered.get(buffer.address) is not buffer:
@@ -170,8 +207,30 @@ class FakePool:
             if offset < 0 or offset + size > buffer.nbytes:
                 raise MisuseError(f"bytes [{offset}, {offset + size}) lie outside {buffer!r}")
         for (offset, size), (behind, _) in pairwise(pieces):
-            if disjoint and offset + size > behind:
+            if operation == "get" and offset + size > behind:
                 raise MisuseError(f"two pieces of one get share bytes of {buffer!r} from {behind} on")
+        for key, offset, size in zip(keys, offsets, sizes, strict=True):
+            for piece in self._unsettled:
+                again = operation == piece.operation == "put" and key == piece.key
+                if piece.overlaps(buffer, offset, size) and not again:
+                    raise MisuseError(
+                        f"a {operation} at byte {offset} of {buffer!r}, where a {piece.operation} may go on (M3)"
+                    )
+
+    def _goes_on(
+        self,
+        operation: Operation,
+        keys: Sequence[str],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        answers: Sequence[KeyAnswer],
+    ) -> None:
+        """Note where transfers go on behind these answers."""
+        if not self.lets_go_at_return:
+            for key, offset, size, answer in zip(keys, offsets, sizes, answers, strict=True):
+                if answer.state in UNSETTLED:
+                    self._unsettled.append(_Unsettled(operation, key, buffer, offset, size))
 
     def _call(self, operation: Operation, keys: Sequence[str], one: Callable[[int], KeyAnswer]) -> list[KeyAnswer]:
         self._check_open()

@@ -25,6 +25,10 @@ class CopyFailed(AkvError):
     """The device refused or failed a copy. At fault: the device or akv. Ends the load or the save that it belonged to."""
 
 
+class NoSlots(AkvError):
+    """So many slots are out of use that a batch has no place any more (M3). Fails its load, or refuses its blocks."""
+
+
 class EventWatch(Protocol):
     """Whoever polls events; in a connector that is the one stream poller."""
 
@@ -69,6 +73,10 @@ def nothing() -> None:
     """Its `end`."""
 
 
+def lets_go(value: Any) -> None:
+    """The `settle` of a call that touches nothing once it has returned."""
+
+
 class CallDesk:
     """Starts every blocking call of one half of a connector and keeps its record."""
 
@@ -99,13 +107,14 @@ class CallDesk:
         begin: Callable[[], bool] = always,
         end: Callable[[], None] = nothing,
         waiting: Callable[[], AbstractContextManager[CancelScope]] = CancelScope,
+        settle: Callable[[Any], None] = lets_go,
     ) -> Any:
         """Run `call` and return its value, or raise what it raised. None if `begin` refused, or what `waiting` gives was
         cancelled in the wait for a place: then nothing was started.
 
         `pages`, `begin` and `end` are for a call that touches the engine's pages: these, and `begin` is asked when the call
         has a place, with no wait between it and the start; `end` is called exactly once for each `begin` that agreed, when the
-        call has returned.
+        call has returned. `settle` is given what it returned, on the loop, while the ticket's slots are still held.
 
         **Cancellation:** before the call began, nothing happened. Afterwards the wait ends at once, the call goes on, the
         ticket's slots stay out of use until it returned, and `end` is called then.
@@ -125,6 +134,8 @@ class CallDesk:
 
         def done(returned: CallEnd) -> None:
             self._places[kind].release_on_behalf_of(place)
+            if returned.error is None:
+                settle(returned.value)
             self._end(record)
             ends.append(returned)
             ended.set()
@@ -269,7 +280,8 @@ class CallDesk:
 
 
 async def slots_granted(request: Callable[[Callable[[], None]], SlotTicket]) -> SlotTicket:
-    """Ask for slots and wait for them. The returned ticket is granted; leave it with `with`.
+    """Ask for slots and wait for them. The returned ticket is granted; leave it with `with`. Raises NoSlots if they will never
+    be free.
 
     **Cancellation:** the claim is withdrawn, or what it was granted goes back.
     """
@@ -280,4 +292,7 @@ async def slots_granted(request: Callable[[Callable[[], None]], SlotTicket]) -> 
     except BaseException:
         ticket.leave()
         raise
+    if ticket.hopeless:
+        ticket.leave()
+        raise NoSlots(f"{ticket.count} slots are wanted and fewer are in use: peers may still touch the others")
     return ticket

@@ -10,7 +10,7 @@ from functools import partial
 
 from anyio import current_time, move_on_after
 
-from akv.flow.calls import CopyFailed, event_reached
+from akv.flow.calls import CopyFailed, NoSlots, event_reached
 from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
 from akv.flow.staging import Staging
@@ -72,7 +72,11 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
             if region is not None:
                 arrived = await _get_into_pages(parts, record, batch, region)
             else:
-                slots = await transfer.take(len(batch.blocks))
+                try:
+                    slots = await transfer.take(len(batch.blocks))
+                except NoSlots:
+                    _fail(parts, record, batch, "no_slots")
+                    return
                 # A scatter that failed while this waited has passed a verdict.
                 arrived = record.verdict is None and await _get_into_slots(parts, staging, record, batch, slots)
             if not arrived:

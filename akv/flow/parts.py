@@ -7,6 +7,7 @@ import msgspec
 from anyio import current_time
 from anyio.lowlevel import checkpoint
 
+from akv import observe
 from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
 from akv.flow.gate import OpenGate, PoolGate
@@ -17,7 +18,7 @@ from akv.plan.batching import Batch
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
-from akv.ports.pool import KeyAnswer, KeyState, PagePool
+from akv.ports.pool import UNSETTLED, KeyAnswer, KeyState, PagePool
 from akv.values.messages import GroupPages, PagesReleased, PassReport
 
 
@@ -89,7 +90,8 @@ async def store_call(
 
     `kind`: GET or PUT. The memory is that of slots, or of pages themselves: then `begin` and `end` are those of
     `CallDesk.run`, and the answer is None if `begin` refused. What a get delivered after the lease is LEASE_EXPIRED (D4).
-    While the gate is shut no call begins, and every page's answer is UNAVAILABLE.
+    While the gate is shut no call begins, and every page's answer is UNAVAILABLE. Slots that a peer may still touch when the
+    call has returned are out of use from then on (M3).
 
     **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
@@ -115,8 +117,9 @@ async def store_call(
         end()
 
     answers: Sequence[KeyAnswer] | None
+    settle, waiting = partial(_settle, parts, slots, offsets), parts.gate.ending_waits
     answers = await parts.desk.run(
-        kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended, waiting=parts.gate.ending_waits
+        kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended, waiting=waiting, settle=settle
     )
     if not times:
         # The gate shut in the wait for a place, which calls that hang may hold for longer than anybody has.
@@ -126,6 +129,16 @@ async def store_call(
     if kind is CallKind.GET and answers is not None and times[1] - times[0] > parts.lease_s:
         return [KeyAnswer(KeyState.LEASE_EXPIRED, a.code) if a.state is KeyState.OK else a for a in answers]
     return answers
+
+
+def _settle(parts: WorkerParts, slots: SlotTicket | None, offsets: Sequence[int], answers: Sequence[KeyAnswer]) -> None:
+    """Keep the slots of those keys out of use behind whose answer a transfer may be under way."""
+    if slots is None or parts.pool.lets_go_at_return:
+        return
+    unsettled = [(offset, answer) for offset, answer in zip(offsets, answers, strict=True) if answer.state in UNSETTLED]
+    if slots.withhold(offset for offset, _ in unsettled):
+        _, first = unsettled[0]
+        observe.emit(observe.SLOTS_WITHHELD, slots=len(unsettled), state=first.state.value, code=first.code)
 
 
 async def call_on_pages(

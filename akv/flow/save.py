@@ -14,7 +14,7 @@ from typing import TypeAlias
 from anyio import current_time, sleep
 
 from akv import observe
-from akv.flow.calls import CopyFailed, event_reached
+from akv.flow.calls import CopyFailed, NoSlots, event_reached
 from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
 from akv.flow.snapshot import Snapshot
@@ -118,7 +118,11 @@ async def _move(
                 if not await _put_pages(parts, ticket, batch, region):
                     return
                 continue
-            slots = await transfer.take(len(batch.blocks))
+            try:
+                slots = await transfer.take(len(batch.blocks))
+            except NoSlots:
+                ticket.pages_refused(batch.blocks, "no_slots")
+                continue
             try:
                 if not await _gather(parts, staging, stream, ticket, batch, slots):
                     return

@@ -17,7 +17,7 @@ class SnapshotClaim:
 
     def __init__(self, order: SaveOrder, host: SlotTicket | None, device: SlotTicket | None) -> None:
         self.order = order
-        #: None if it asks for more slots than exist: it can never be granted.
+        #: None if it asks for more slots than are in use: it can never be granted.
         self.host = host
         self.device = device
 
@@ -29,7 +29,7 @@ class SnapshotClaim:
     @property
     def waiting(self) -> bool:
         """Whether slots may still be granted."""
-        return self.host is not None and not self.host.granted
+        return self.host is not None and not self.host.granted and not self.host.hopeless
 
     def settle(self) -> None:
         """The copy is about to be queued: it passes through the device if there are slots now, else it does without them."""
@@ -84,7 +84,7 @@ class SnapshotClaims:
 
 
 def _ask(pool: SlotPool | None, order: SaveOrder, wake: Callable[[], None]) -> SlotTicket | None:
-    return None if pool is None or order.pages > pool.count else pool.request(order.pages, wake)
+    return None if pool is None or order.pages > pool.usable else pool.request(order.pages, wake)
 
 
 def _ignored() -> None:

@@ -28,6 +28,8 @@ class ExitGuard:
         self._running = 0
         #: Pools that are open, with the buffers that they registered: alive until `release()`, or to the end of the process.
         self._held: list[object] = []
+        #: Memory that a peer may still write. Nothing is done with it.
+        self._kept: list[object] = []
         #: How long the hook waits. None: not armed.
         self._deadline_s: float | None = None
         self._status: int | None = None
@@ -89,6 +91,10 @@ class ExitGuard:
         # Loops in two threads may hold and release at the same time.
         with self._changed:
             self._held = [held for held in self._held if held is not pool]
+
+    def keep(self, memory: object) -> None:
+        """Keep memory alive to the end of the process: a peer may still write there. No hindrance to an ordinary exit."""
+        self._kept.append(memory)
 
     @property
     def forked_with_a_store(self) -> bool:

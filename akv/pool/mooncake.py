@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from akv.errors import NotOpenError, PoolError
 from akv.pool.client import StoreClient
 from akv.pool.codes import probe_answer, put_answer, read_codes, read_sizes, remove_answer
+from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.transfers import PROCESS_BUDGET, TransferBudget
 from akv.pool.trouble import TroubleLog
 from akv.ports.device import HostBuffer
@@ -157,7 +158,8 @@ class MooncakePool:
     def unregister(self, buffer: HostBuffer) -> None:
         """Take a registration back. Without effect for a buffer that is not registered, and after `close()`.
 
-        Raises PoolError if the store refuses: a peer may still write then, so the memory must not be used again (M3).
+        Raises PoolError if the store refuses: a peer may still write then, so the memory is kept to the end of the process,
+        whoever lets go of it (M3).
         """
         self._refuse_in_a_fork()
         if self._closed or not self._is_registered(buffer):
@@ -165,6 +167,7 @@ class MooncakePool:
         with self._calling() as client:
             code = client.unregister_buffer(buffer.address)
             if code != 0:
+                PROCESS_GUARD.keep(buffer)
                 raise PoolError(f"the store refused to unregister a buffer of {buffer.nbytes} bytes (code {code})")
             with self._lock:
                 del self._buffers[buffer.address]

@@ -32,6 +32,13 @@ class KeyState(StrEnum):
     REFUSED = "refused"
 
 
+#: Answers behind which a transfer may still be under way, where the pool does not let go at the return (M3): the transfer
+#: failed, or was waited for no longer; or the answer is one that nobody understands. Every other answer was given before a
+#: transfer began, as where the key is missing, the master does not answer, or there is no space; or behind its end, as where a
+#: lease had passed or a value was too short.
+UNSETTLED = frozenset({KeyState.HOLDER_LOST, KeyState.REFUSED})
+
+
 class KeyAnswer(msgspec.Struct, frozen=True):
     """The answer for one key."""
 
@@ -52,7 +59,8 @@ class PagePool(Protocol):
     def lets_go_at_return(self) -> bool:
         """Whether a call that returned, with whatever answer, touches the memory that it was given no more.
 
-        False where a peer may write after a transfer error (RDMA): then nothing but akv's own slots is handed to it.
+        False where a peer may touch it after a transfer error (RDMA): then nothing but akv's own slots is handed to it, and
+        the slots of keys whose answer is in `UNSETTLED` are out of use until their buffer was unregistered (M3).
         """
         ...
 
@@ -81,7 +89,11 @@ class PagePool(Protocol):
         ...
 
     def unregister(self, buffer: HostBuffer) -> None:
-        """Take a registration back. Only when no call that names the buffer is outstanding. Idempotent."""
+        """Take a registration back. Only when no call that names the buffer is outstanding. Idempotent.
+
+        Once it returned no peer touches the buffer any more. Raises PoolError if the store refused: then the pool keeps the
+        buffer alive to the end of the process, since a peer may still write there (M3).
+        """
         ...
 
     def close(self) -> None:

@@ -23,8 +23,11 @@ class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     #: Slots that nobody holds.
     free: int
-    #: Slots that only given-up store calls still hold (M3). They come back when those calls return.
+    #: Slots out of use (M3): given-up work still holds them, and they come back when it has ended; or they are withheld.
     quarantined: int
+    #: Of these, those that stay so while the connector is open: a peer may touch them after a transfer that failed. Always 0
+    #: over TCP.
+    withheld: int
 
 
 class Pressure(msgspec.Struct, frozen=True, kw_only=True):

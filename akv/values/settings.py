@@ -155,8 +155,10 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Seconds for which a page that the pool did not deliver counts as missing. The pool goes on naming what a dead process
     #: held for about 11 seconds; until then every request with that prompt would wait for a load that fails.
     negative_ttl_s: Seconds = 15.0
-    #: Bytes of staging memory and pages that store calls may hold after they were given up. Past it the pool counts as
-    #: unavailable, and is not asked until such calls have returned. 0 takes half the staging memory of both directions.
+    #: Bytes of staging memory, of the snapshot ring and of pages that store calls may hold after they were given up, and peers
+    #: after transfers that failed. Past it the pool counts as unavailable, and is not asked until such calls have returned;
+    #: what peers may touch (RDMA only) comes back when the connector closes. 0 takes half the staging memory of both
+    #: directions and the ring.
     quarantine_max_bytes: Size = 0
     #: Seconds that leaving the connector may take in all. What the store still holds then is kept alive and reported.
     shutdown_deadline_s: Seconds = 10.0

@@ -220,6 +220,27 @@ class PoolConformance:
         assert states(pool.put([new_key()], made, [0], [SIZE])) == [KeyState.OK]
         pool.unregister(made)
 
+    def test_M3_it_says_once_and_for_all_whether_it_lets_go_when_a_call_returns(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str]
+    ) -> None:
+        said = pool.lets_go_at_return
+        assert isinstance(said, bool)
+        pool.get([new_key()], buffer, [0], [SIZE])
+        assert pool.lets_go_at_return is said
+
+    def test_M3_memory_that_was_unregistered_is_as_any_other(
+        self, pool: PagePool, memory: Callable[[int], HostBuffer], new_key: Callable[[], str]
+    ) -> None:
+        made, absent = memory(SIZE), new_key()
+        pool.register(made)
+        pool.get([absent], made, [0], [SIZE])
+        pool.unregister(made)
+        write(made, 0, value(7))
+        assert read(made, 0) == value(7)
+        for call in (pool.get, pool.put):
+            with pytest.raises((ValueError, AssertionError)):
+                call([absent], made, [0], [SIZE])
+
     def test_use_after_close_is_an_error_and_never_a_crash(
         self, closed_pool: PagePool, memory: Callable[[int], HostBuffer], new_key: Callable[[], str]
     ) -> None:

@@ -130,6 +130,60 @@ def test_M6_a_claim_that_could_never_be_granted_is_refused_at_once(count: int) -
     assert pool.request(2, nothing).granted
 
 
+def test_M3_a_withheld_slot_comes_back_to_nobody_and_counts_as_quarantined() -> None:
+    pool = SlotPool(4, slot_bytes=100)
+    ticket = pool.request(2, nothing)
+    assert ticket.withhold([100])
+    assert not ticket.withhold([0]), "they are the first once"
+    assert (pool.withheld, pool.quarantined, pool.quarantined_bytes, pool.usable, pool.free) == (2, 2, 200, 2, 2)
+    ticket.leave()
+    assert (pool.withheld, pool.quarantined, pool.usable, pool.free) == (2, 2, 2, 2)
+    assert pool.request(2, nothing).slots == (2, 3)
+
+
+def test_M3_a_withheld_slot_of_a_call_that_was_given_up_counts_once() -> None:
+    pool = SlotPool(4)
+    ticket = pool.request(3, nothing)
+    ticket.hold()
+    ticket.leave()
+    assert pool.quarantined == 3
+    ticket.withhold([1])
+    assert (pool.quarantined, pool.withheld) == (3, 1)
+    ticket.release()
+    assert (pool.quarantined, pool.withheld, pool.free) == (1, 1, 3)
+
+
+def test_M3_nothing_withheld_is_no_first_and_slots_of_others_cannot_be() -> None:
+    pool = SlotPool(4)
+    ticket = pool.request(2, nothing)
+    assert not ticket.withhold([])
+    with pytest.raises(AssertionError, match=r"\[1, 2\] are not"):
+        ticket.withhold([1, 2])
+    ticket.leave()
+    with pytest.raises(AssertionError, match="not any more"):
+        ticket.withhold([0])
+    assert (pool.withheld, pool.free) == (0, 4)
+
+
+def test_M3_a_claim_that_can_never_be_granted_is_told_so_and_holds_up_nobody() -> None:
+    pool = SlotPool(3)
+    woken: list[str] = []
+    holder = pool.request(2, nothing)
+    large = pool.request(3, lambda: woken.append("large"))
+    small = pool.request(1, lambda: woken.append("small"))
+    holder.withhold([0])
+    assert woken == ["large", "small"]
+    assert (large.hopeless, large.granted, small.granted) == (True, False, True)
+    large.leave()
+    large.leave()
+    late = pool.request(3, lambda: woken.append("late"))
+    assert (late.hopeless, woken[-1]) == (True, "late")
+    late.leave()
+    holder.leave()
+    small.leave()
+    assert pool.free == 2
+
+
 class Claim:
     """What the naive model knows of one ticket."""
 
@@ -157,6 +211,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.pool = SlotPool(self.SLOTS)
         self.live: list[tuple[SlotTicket, Claim]] = []
         self.left: list[SlotTicket] = []
+        self.withheld: set[int] = set()
 
     def among(self, data: st.DataObject, fits: Callable[[Claim], bool]) -> tuple[SlotTicket, Claim] | None:
         fitting = [pair for pair in self.live if fits(pair[1])]
@@ -196,8 +251,24 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def the_asker_leaves_again(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.left)).leave()
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), often=st.integers(0, 3))
+    def a_slot_is_withheld(self, data: st.DataObject, often: int) -> None:
+        pair = self.among(data, lambda claim: bool(claim.woken))
+        if pair is not None and not often and pair[0].granted:
+            slot = data.draw(st.sampled_from(pair[0].slots))
+            assert pair[0].withhold([slot]) == (not self.withheld)
+            self.withheld.add(slot)
+
     @invariant()
     def agrees_with_the_model(self) -> None:
+        for ticket, claim in self.live:
+            hopeless = not ticket.granted and claim.count > self.SLOTS - len(self.withheld)
+            assert ticket.hopeless == hopeless
+            if hopeless:
+                assert claim.woken == 1
+                ticket.leave()
+                claim.asker_left = True
         self.live = [(ticket, claim) for ticket, claim in self.live if not claim.ended]
         granted = [(ticket, claim) for ticket, claim in self.live if claim.woken]
         waiting = [(ticket, claim) for ticket, claim in self.live if not claim.woken]
@@ -208,19 +279,20 @@ class SlotPoolMachine(RuleBasedStateMachine):
         held = [slot for ticket, _ in granted for slot in ticket.slots]
         assert len(set(held)) == len(held), "a slot has two holders"
         assert set(held) <= set(range(self.SLOTS))
-        assert self.pool.free == self.SLOTS - len(held)
+        assert self.pool.free == self.SLOTS - len(self.withheld.union(held))
         if waiting:
             assert waiting[0][1].count > self.pool.free, "the oldest claim waits although it fits"
-        quarantined = [claim.count for _, claim in granted if claim.asker_left]
-        assert self.pool.quarantined == sum(quarantined)
+        given_up = {slot for ticket, claim in granted if claim.asker_left for slot in ticket.slots}
+        assert self.pool.quarantined == len(given_up | self.withheld)
 
     def teardown(self) -> None:
         for ticket, claim in self.live:
             ticket.leave()
             for _ in range(claim.touching):
                 ticket.release()
-        assert self.pool.free == self.SLOTS
-        assert self.pool.request(self.SLOTS, nothing).granted
+        usable = self.SLOTS - len(self.withheld)
+        assert self.pool.free == self.pool.usable == usable
+        assert not usable or self.pool.request(usable, nothing).granted
 
 
 SlotPoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -179,3 +179,22 @@ def test_S4_a_save_gives_its_slots_back_when_it_ends(ends: str) -> None:
         assert ticket is not None
         saves.end(ticket)
     assert ring.free == (5, None)
+
+
+def test_M3_slots_that_are_withheld_are_missing_to_every_later_end() -> None:
+    ring = Ring()
+    ring.ask(1, 2)
+    (first,) = ring.claims.take(1)
+    ring.ask(2, 4)
+    (waits,) = ring.claims.take(2)
+    assert waits.waiting
+    assert first.host is not None
+    first.host.withhold([0, 1])
+    assert (waits.waiting, waits.granted, ring.wakes[2]) == (False, False, 1)
+    waits.leave()
+    first.leave()
+    ring.ask(3, 4, 3)
+    too_large, fits = ring.claims.take(3)
+    assert (too_large.host, fits.granted) == (None, True)
+    fits.leave()
+    assert ring.free == (3, None)

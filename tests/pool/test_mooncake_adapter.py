@@ -1,8 +1,10 @@
 """The adapter in front of a scripted client: what it passes on, what it refuses, and what it makes of the answers."""
 
+import gc
 import importlib
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from akv.errors import DependencyError, NotOpenError, PoolError
 from akv.pool.client import load_client_module
+from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.mooncake import KEYS_PER_TRANSFER, MooncakePool
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
@@ -196,6 +199,29 @@ def test_M3_a_buffer_that_the_store_will_not_let_go_stays_on_record(memory: Call
     with pytest.raises(PoolError, match="unregister"):
         pool.unregister(buffer)
     assert pool.buffers_registered == 1
+
+
+def test_M3_memory_that_the_store_will_not_let_go_outlives_the_pool_and_everybody_else() -> None:
+    class Memory:
+        """Garbage collected, if it is."""
+
+        address, nbytes = 4096, PAGE
+
+        def view(self) -> memoryview:
+            raise AssertionError("nobody reads it")
+
+    buffer = Memory()
+    alive = weakref.ref(buffer)
+    client = ScriptedClient()
+    pool = adapter(client, buffer)
+    client.unregister_code = -1
+    with pytest.raises(PoolError, match="unregister"):
+        pool.unregister(buffer)
+    pool.close()
+    del pool, buffer
+    gc.collect()
+    assert alive() is not None, "a peer may still write there"
+    PROCESS_GUARD._kept.remove(alive())
 
 
 def test_O6_a_closed_pool_refuses_and_closes_once(memory: Callable[[int], HostBuffer]) -> None:

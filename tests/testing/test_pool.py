@@ -3,11 +3,11 @@
 import pytest
 
 from akv.errors import NotOpenError, PoolError
-from akv.ports.pool import KeyAnswer, KeyState, PagePool
+from akv.ports.pool import UNSETTLED, KeyAnswer, KeyState, PagePool
 from akv_testing.clock import ManualClock
 from akv_testing.errors import MisuseError, UnregisteredBuffer
 from akv_testing.memory import HOST_POISON, FakeHostBuffer
-from akv_testing.pool import CODES, FakePool
+from akv_testing.pool import CODES, FakePool, Operation
 from akv_testing.store import EVICTION_DELAY_S, FakeStore
 
 SIZE = 16
@@ -217,3 +217,41 @@ def test_use_after_close_is_an_error(clock: ManualClock) -> None:
     for use in (lambda: process.probe("k"), lambda: process.get("k"), lambda: process.pool.register(process.buffer)):
         with pytest.raises(NotOpenError):
             use()
+
+
+@pytest.mark.parametrize("operation", ["get", "put"])
+@pytest.mark.parametrize("state", UNSETTLED)
+def test_M3_over_rdma_memory_behind_a_failed_transfer_is_touched_until_it_is_unregistered(
+    clock: ManualClock, operation: Operation, state: KeyState
+) -> None:
+    process = Process(FakeStore(clock))
+    process.pool.lets_go_at_return = False
+    process.pool.answer(operation, state, key="bad")
+    getattr(process.pool, operation)(["bad", "good"], process.buffer, [0, 2 * SIZE], [SIZE, SIZE])
+    assert process.pool.unsettled_bytes == SIZE
+    process.pool.put(["good"], process.buffer, [2 * SIZE], [SIZE])
+    with pytest.raises(MisuseError, match="may go on"):
+        process.pool.get(["good"], process.buffer, [SIZE - 1], [SIZE])
+    with pytest.raises(MisuseError, match="may go on"):
+        process.pool.put(["good"], process.buffer, [0], [SIZE])
+    if operation == "put":
+        process.pool.put(["bad"], process.buffer, [0], [SIZE])
+    process.pool.refuses_unregister = True
+    with pytest.raises(PoolError, match="unregister"):
+        process.pool.unregister(process.buffer)
+    assert (process.pool.registered, process.pool.unsettled_bytes) == ([process.buffer], SIZE)
+    process.pool.refuses_unregister = False
+    process.pool.unregister(process.buffer)
+    assert process.pool.unsettled_bytes == 0
+    process.pool.register(process.buffer)
+    process.pool.put(["other"], process.buffer, [0], [SIZE])
+
+
+@pytest.mark.parametrize("state", sorted(set(KeyState) - UNSETTLED))
+def test_M3_every_other_answer_and_every_answer_over_tcp_lets_go(clock: ManualClock, state: KeyState) -> None:
+    for rdma, answer in ((True, state), (False, KeyState.HOLDER_LOST)):
+        process = Process(FakeStore(clock))
+        process.pool.lets_go_at_return = not rdma
+        process.pool.answer("get", answer)
+        process.get("k")
+        assert process.pool.unsettled_bytes == 0
