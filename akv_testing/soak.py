@@ -1,4 +1,4 @@
-"""Thousands of requests at random on any connector, many at a time, ended and cancelled wherever they stand.
+"""Thousands of requests at random on any connector, many at a time, preempted, ended and cancelled wherever they stand.
 
     soak = Soak(layout, pages, page_count=2048, seed=0, moment_s=0.02)
     await soak.run(kv, 10_000, at_a_time=16)
@@ -36,6 +36,8 @@ FAMILIES, SHARED_BLOCKS, OWN_BLOCKS = 48, 8, 4
 GENERATED_TOKENS = 6
 #: Blocks of one request, at most, for a block of as many tokens or more.
 MOST_BLOCKS = SHARED_BLOCKS + OWN_BLOCKS + GENERATED_TOKENS
+#: How often a request is preempted: of its loads, and of its passes.
+PREEMPTED = 0.04
 #: Ways in which a request is ended before its time; None for one that runs to its end. "natively": asyncio's `Task.cancel()`.
 WAYS = (None, None, "scope", "request", "finish", "natively")
 
@@ -166,6 +168,7 @@ class Life:
         self._stage = "looking up"
         #: Its end was asked for beside it.
         self._ended_beside = False
+        self._end_named = False
 
     async def run(self) -> None:
         """Its whole way; its pages are given back however it ends."""
@@ -197,23 +200,17 @@ class Life:
         if finishes:
             self._request.finish()
         else:
-            self._soak.name(await self._request.cancel())
+            self._name(await self._request.cancel())
 
     async def _serve(self) -> None:
-        offer = await self._request.lookup()
-        honoured = offer.tokens - offer.tokens % self._size
-        if self._soak.random.random() < 0.2:
-            honoured = self._size * self._soak.random.randrange(honoured // self._size + 1)
-        self._grow(honoured)
-        load = self._request.reserve(offer, honoured, self._table)
-        self._stage = "loading"
-        await load.wait()
-        self._compare(honoured // self._size)
-        self._soak.seen["loaded"] += honoured > 0
-        self._stage = "computing"
-        chunk = self._soak.random.choice([self._size, 3 * self._size + 1, 1000])
-        for before in range(honoured, len(self._tokens), chunk):
-            await self._pass(before, min(len(self._tokens), before + chunk))
+        random = self._soak.random
+        before = await self._resumed()
+        chunk = random.choice([self._size, 3 * self._size + 1, 1000])
+        while before < len(self._tokens):
+            self._stage = "computing"
+            end = min(len(self._tokens), before + chunk)
+            await self._pass(before, end)
+            before = await self._resumed_elsewhere() if random.random() < PREEMPTED else end
         for _ in range(self._soak.random.randrange(GENERATED_TOKENS)):
             token = self._soak.random.randrange(1 << 40)
             self._tokens.append(token)
@@ -221,7 +218,35 @@ class Life:
             self._request.append([token])
             await self._pass(len(self._tokens) - 1, len(self._tokens))
         self._stage = "ending"
-        self._soak.name(await self._request.finished())
+        self._name(await self._request.finished())
+
+    async def _resumed(self) -> int:
+        """Look up and load; the tokens that need not be computed."""
+        random = self._soak.random
+        self._stage = "looking up"
+        offer = await self._request.lookup()
+        honoured = offer.tokens - offer.tokens % self._size
+        if random.random() < 0.2:
+            honoured = self._size * random.randrange(honoured // self._size + 1)
+        self._grow(honoured)
+        load = self._request.reserve(offer, honoured, self._table)
+        self._stage = "loading"
+        if random.random() < PREEMPTED:
+            await sleep(random.random() * self._soak.moment_s / 4)
+            return await self._resumed_elsewhere()
+        await load.wait()
+        self._compare(honoured // self._size)
+        self._soak.seen["loaded"] += honoured > 0
+        return honoured
+
+    async def _resumed_elsewhere(self) -> int:
+        """The pages are taken away, and it goes on with others."""
+        self._stage = "preempted"
+        self._name(await self._request.preempted())
+        self._soak.give_back(self._table)
+        self._table = [[] for _ in self._table]
+        self._soak.seen["preempted"] += 1
+        return await self._resumed()
 
     async def _pass(self, before: int, end: int) -> None:
         """Nothing waits between a plan and its pass: passes come in the order of their plans."""
@@ -263,10 +288,18 @@ class Life:
         while not self._request.closed:
             try:
                 with CancelScope(shield=True):
-                    self._soak.name(await self._request.cancel())
+                    self._name(await self._request.cancel())
             except get_cancelled_exc_class():  # noqa: ASYNC103 - the engine's own clean-up goes on
                 continue  # noqa: ASYNC104 - as above
-        self._soak.name(self._request.quarantined)
+        self._name(self._request.quarantined)
+
+    def _name(self, quarantined: PagesPerGroup) -> None:
+        """What a wait for the request's end returned. Once it has closed each of them says the same, and the pages may have
+        been released since the first.
+        """
+        if not self._end_named:
+            self._soak.name(quarantined)
+        self._end_named = self._request.closed
 
 
 async def _cancelled_natively(work: Callable[[], Coroutine[Any, Any, None]], after_s: float) -> None:

@@ -108,7 +108,7 @@ async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_
 
 
 async def test_D6_waiting_for_slots_the_claim_is_withdrawn() -> None:
-    server = warm(slots=4)
+    server = warm(slots=2)
     async with server.open(loaders=2) as kv:
         gate = server.runner.hold_all(CallKind.GET)
         stuck = [(await server.load(kv, f"stuck{number}", TOKENS))[0] for number in range(2)]
@@ -122,6 +122,7 @@ async def test_D6_waiting_for_slots_the_claim_is_withdrawn() -> None:
         load = waiting.reserve(offer, offer.tokens, table)
         await settle()
         assert load.state is None
+        assert len(kv._halves.worker.stagings[0].slots._waiting) == 1
         await cancelled_at_once(waiting)
         server.free(table)
         gate.release()

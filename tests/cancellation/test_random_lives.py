@@ -1,5 +1,5 @@
-"""Three hundred requests at random: cancelled at any wait, plans dropped, a ring too small, calls that fail and that hang.
-Whatever came together: nothing is left open at the end, and no stored byte is wrong (D2, D3, D6, S2, S4, M3, M6).
+"""Three hundred requests at random: cancelled at any wait, preempted, plans dropped, a ring too small, calls that fail and
+that hang. Whatever came together: nothing is left open at the end, and no stored byte is wrong (D2, D3, D6, S2, S4, M3, M6).
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ class Crowd:
         tokens, chunk = self.prompt(), self.random.choice([3, 8, 64])
         request, table = kv.open_request(name, tokens), [[] for _ in self.server.layout.groups]  # type: ignore[var-annotated]
         try:
-            start, load = await self.engine.reserve(request, tokens, table)
             try:
-                await load.wait()
+                while not await self.prefill(kv, request, tokens, table, chunk):
+                    # Its pages are wanted elsewhere: it goes on with others.
+                    self.engine.name(await request.preempted())
+                    self.engine.give_back(table)
+                    self.seen["preempted"] += 1
             except LoadFailed as failed:
                 self.engine.name(failed.quarantined)
                 self.seen["load failed"] += 1
                 return
-            self.seen["loaded"] += start > 0
-            for before in range(start, len(tokens), chunk):
-                await self.one_pass(kv, request, tokens, table, before, min(len(tokens), before + chunk))
             for _ in range(self.random.randrange(6)):
                 tokens = (*tokens, self.random.randrange(5))
                 request.append(tokens[-1:])
@@ -132,6 +132,19 @@ class Crowd:
             await request.finished()
         finally:
             await self.engine.cancel(kv, request, table)  # noqa: ASYNC102 - shielded there
+
+    async def prefill(self, kv: Connector, request, tokens, table: PageTable, chunk: int) -> bool:  # type: ignore[no-untyped-def]
+        """Load and compute a prompt. False if that was broken off somewhere, to be preempted."""
+        start, load = await self.engine.reserve(request, tokens, table)
+        if self.random.random() < 0.05:
+            return False
+        await load.wait()
+        self.seen["loaded"] += start > 0
+        for before in range(start, len(tokens), chunk):
+            await self.one_pass(kv, request, tokens, table, before, min(len(tokens), before + chunk))
+            if self.random.random() < 0.05:
+                return False
+        return True
 
     async def one_pass(self, kv: Connector, request, tokens, table: PageTable, before: int, end: int) -> None:  # type: ignore[no-untyped-def]
         """A pass, now and then planned once in vain. Nothing waits between a plan and its pass: passes come in order."""
@@ -161,5 +174,5 @@ def test_D6_M6_whatever_comes_together_nothing_is_left_and_no_stored_byte_is_wro
     crowd = Crowd(BACKENDS.index(backend), engine, cancelling, host_pages=host_pages)
     run_virtual(backend, crowd.run, left_open)
     assert crowd.seen["ended"] + crowd.seen["cancelled"] == REQUESTS
-    assert min(crowd.seen[what] for what in ("ended", "cancelled", "loaded", "load failed")) > 10, crowd.seen
+    assert min(crowd.seen[what] for what in ("ended", "cancelled", "loaded", "load failed", "preempted")) > 10, crowd.seen
     assert (crowd.seen["named"] > 0) is host_pages

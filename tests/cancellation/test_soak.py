@@ -50,6 +50,13 @@ class KernelPages:
         return self._device.read_page(group, page)
 
 
+def held() -> Counter[str]:
+    """What there is of these in the process."""
+    gc.collect()
+    # By `type()`: isinstance() asks each object, and some of other libraries answer with a warning.
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in HELD)
+
+
 async def trouble(server: FakeServer, soak: Soak) -> None:
     """Calls hang for a while, some fail, and keys are evicted."""
     while True:
@@ -69,6 +76,8 @@ async def trouble(server: FakeServer, soak: Soak) -> None:
 def test_D6_D8_M6_after_hundreds_of_requests_with_random_cancels_everything_is_back(
     backend: str, host_pages: bool, left_open: Callable[[Connector], list[str]]
 ) -> None:
+    # What a test that failed before this one keeps alive, with its traceback.
+    of_others = held()
     seen: Counter[str] = Counter()
     cut_short: Counter[str] = Counter()
 
@@ -92,8 +101,7 @@ def test_D6_D8_M6_after_hundreds_of_requests_with_random_cancels_everything_is_b
             assert kv.completed() == []
             assert kv.pressure() == at_the_start
             assert soak.free_pages == [PAGES, PAGES]
-            gc.collect()
-            kept = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, HELD))
+            kept = held() - of_others
             assert not kept, kept
         assert server.left_behind() == []
         assert server.wrong_values() == []
@@ -104,4 +112,4 @@ def test_D6_D8_M6_after_hundreds_of_requests_with_random_cancels_everything_is_b
     run_virtual(backend, main)
     assert seen["ended"] + seen["cut short"] + seen["load failed"] == REQUESTS
     assert min(cut_short[stage] for stage in ("looking up", "loading", "computing", "ending")) > 5, cut_short
-    assert min(seen[what] for what in ("ended", "loaded", "load failed")) > 0, seen
+    assert min(seen[what] for what in ("ended", "loaded", "preempted")) > 0, seen

@@ -34,8 +34,9 @@ MOMENT_S = 0.04
 SEGMENT_BYTES = 64 * 1024**2
 #: What memory may grow by, of what it was.
 MOST_GROWTH = 0.05
-#: Threads that the bare client starts late, once in a process.
-CLIENT_THREADS = 1
+#: Threads that the bare client starts late, once in a process; and connections to the master that it opens when calls come
+#: together, and drops when they were idle for a while.
+CLIENT_THREADS, CLIENT_CONNECTIONS = 1, 2
 #: Seconds for what was given up to return, and for threads that are idle to end.
 SETTLE_S = 20.0
 TOKENS_PER_BLOCK = 16
@@ -49,9 +50,11 @@ _FILL, _FILLERS = 256, 8
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """What the process and the connector hold with nothing under way."""
 
-    #: Threads of Python's, and all of them with the client's own.
+    #: Threads that make store calls: each is started when it is needed first, so there may be more of them later, up to
+    #: the limits. Other threads of Python's, and those that the client started by itself.
+    call_threads: int
     python_threads: int
-    threads: int
+    client_threads: int
     descriptors: int
     rss_bytes: int
     #: Slots of staging memory that are out of use, and places among the calls of all kinds that are taken.
@@ -175,7 +178,7 @@ async def bench_soak(backend: str, requests: int, *, host_pages: bool, seed: int
         before=before,
         after=after,
         rss_ratio=round(after.rss_bytes / before.rss_bytes, 4),
-        failures=_failures(before, after, soak),
+        failures=_failures(before, after, soak, sum(runner.limits.values())),
     )
 
 
@@ -215,9 +218,11 @@ async def _settled(kv: Connector, soak: "Soak", page_count: int) -> Held:
 
 def _held(kv: Connector, soak: "Soak", page_count: int) -> Held:
     pressure = kv.pressure()
+    calling = sum(thread.name.startswith("akv-") for thread in threading.enumerate())
     return Held(
-        python_threads=threading.active_count(),
-        threads=len(list(Path("/proc/self/task").iterdir())),
+        call_threads=calling,
+        python_threads=threading.active_count() - calling,
+        client_threads=len(list(Path("/proc/self/task").iterdir())) - threading.active_count(),
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         rss_bytes=int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         slots_out=sum(staging.slots - staging.free for staging in (pressure.loading, pressure.saving)),
@@ -229,10 +234,12 @@ def _held(kv: Connector, soak: "Soak", page_count: int) -> Held:
     )
 
 
-def _failures(before: Held, after: Held, soak: "Soak") -> list[str]:
+def _failures(before: Held, after: Held, soak: "Soak", most_calling: int) -> list[str]:
     """What is not as it was, in words."""
     failures = list(soak.wrong[:10])
-    for what, more in (("python_threads", 0), ("threads", CLIENT_THREADS), ("descriptors", 0)):
+    if after.call_threads > most_calling:
+        failures.append(f"call_threads is {after.call_threads}, and not {most_calling} at most")
+    for what, more in (("python_threads", 0), ("client_threads", CLIENT_THREADS), ("descriptors", CLIENT_CONNECTIONS)):
         now, then = getattr(after, what), getattr(before, what)
         if now > then + more:
             failures.append(f"{what} is {now}, and not {then}")
