@@ -166,7 +166,13 @@ class WorkerHalf:
     async def snapshot(self, plan: PassPlan, taken: dict[int, Snapshot]) -> None:
         """Copy the window pages of a pass that has been queued (S3). As `take_snapshots`."""
         if self._ring is not None and self._ring.claims.has(plan.plan_id):
-            await take_snapshots(self._ring, self._ring_news, self._ports.device, self._desk, plan, taken)
+            # Whoever is cancelled or preempted meanwhile gets its pages back behind the copies: a load that filled them again
+            # would not wait for these.
+            owners = self._parts.saves.begin_copying(order for order in plan.saves if order.snapshot)
+            try:
+                await take_snapshots(self._ring, self._ring_news, self._ports.device, self._desk, plan, taken)
+            finally:
+                self._report(PassReport(unread=tuple(self._parts.saves.end_copying(owners))))
 
     def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Snapshot]) -> None:
         """The pass that computed these pages has been queued on the execution stream: read them behind its event, or, where

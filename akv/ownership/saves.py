@@ -6,7 +6,7 @@ ended. The puts of what was read before go on from slots, and concern nobody's p
 not waited for: its pages stay in quarantine until it returned (D6).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -116,6 +116,8 @@ class Saves:
         self._active: dict[int, SaveTicket] = {}
         #: Incarnations that were withdrawn and whose pages a read still touches.
         self._unread: set[tuple[str, int]] = set()
+        #: Passes that are about to queue copies of pages of these incarnations.
+        self._copying: Counter[tuple[str, int]] = Counter()
 
     @property
     def active(self) -> int:
@@ -152,6 +154,17 @@ class Saves:
         ticket.reads -= 1
         self._end_abandoned(ticket)
         return self._unread_now((ticket.order.request_id, ticket.order.incarnation))
+
+    def begin_copying(self, orders: Iterable[SaveOrder]) -> frozenset[tuple[str, int]]:
+        """Pages of these orders are about to be copied on the execution stream. Returns what `end_copying` is to be given."""
+        owners = frozenset((order.request_id, order.incarnation) for order in orders)
+        self._copying.update(owners)
+        return owners
+
+    def end_copying(self, owners: Collection[tuple[str, int]]) -> list[PagesUnread]:
+        """The copies are queued, or will not be: whoever writes the pages from now on comes behind them (M5)."""
+        self._copying -= Counter(owners)
+        return [unread for who in owners for unread in self._unread_now(who)]
 
     def begin_call(self, ticket: SaveTicket, pages: GroupPages) -> bool:
         """Ask to have the store read these pages. False once the ticket is withdrawn, or its rest refused."""
@@ -221,7 +234,7 @@ class Saves:
         if who not in self._unread:
             return []
         tickets = [t for t in self._active.values() if (t.order.request_id, t.order.incarnation) == who]
-        if any(ticket.reads for ticket in tickets):
+        if self._copying[who] or any(ticket.reads for ticket in tickets):
             return []
         self._unread.remove(who)
         # A request that is finished and then cancelled is withdrawn twice: a call is named, and counted, once.

@@ -222,6 +222,28 @@ async def test_S2_two_requests_end_in_two_passes_whose_copies_wait_for_each_othe
     assert server.wrong_values() == []
 
 
+async def test_M5_D6_pages_come_back_only_behind_the_copies_that_a_pass_is_about_to_queue() -> None:
+    """Before that a load could fill them again, and nothing would order its copies behind these."""
+    server = WindowServer()
+    async with server.open() as kv:
+        for way in ("cancel", "preempted"):
+            gate = server.runner.hold(CallKind.SNAPSHOT)
+            request = kv.open_request(way, PROMPT)
+            incarnation = request.incarnation
+            plan = planned(server, kv, request, PROMPT, empty(server), 0, len(PROMPT))
+            async with anyio.create_task_group() as group:
+                group.start_soon(kv.after_forward, plan)
+                await gate.reached()
+                group.start_soon(getattr(request, way))
+                await settle()
+                assert not request.closed
+                assert request.incarnation == incarnation
+                gate.release()
+            assert request.closed or request.incarnation != incarnation
+            await request.cancel()
+    assert server.wrong_values() == []
+
+
 # -- the block of a request
 
 
