@@ -12,7 +12,7 @@ from akv.host.check import inconsistencies
 from akv.host.holding import Holdings
 from akv.host.pages import Block
 from akv.host.quarantine import Quarantine
-from akv.host.reuse import resumable_blocks
+from akv.host.reuse import Blocks, resumable_blocks
 from akv.host.sequence import PagedSequence
 from akv.host.window_pool import WindowPool, WindowTable
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
@@ -36,6 +36,7 @@ class PagedCache:
         *,
         retention_tokens: int | None = None,
         chunk_tokens: int | None = None,
+        lookahead_tokens: int = 0,
     ) -> None:
         """`page_counts`: pages in each layer group's cache, in the order of the layout.
 
@@ -45,6 +46,8 @@ class PagedCache:
         `chunk_tokens`: tokens of one sequence that are prepared and not committed at most, so what one pass computes of it (of
         several passes, where they are prepared ahead). It bounds what a window group needs; None for no bound: then windows
         are booked whole, like full attention.
+        `lookahead_tokens`: L, tokens behind a block that the KV of a drafter in it depends on: `EngineCapabilities.lookahead`.
+        A block is shared only with sequences that have these in common too, as its name in the pool says (K2).
 
         Raises SettingsError (fault of the embedding engine).
         """
@@ -58,7 +61,10 @@ class PagedCache:
             raise SettingsError("retention_tokens", retention_tokens, "there are no fewer tokens", "Use 0 for none.")
         if chunk_tokens is not None and chunk_tokens < 1:
             raise SettingsError("chunk_tokens", chunk_tokens, "a pass computes at least one token", "Use None for no bound.")
+        if lookahead_tokens < 0:
+            raise SettingsError("lookahead_tokens", lookahead_tokens, "there are no fewer tokens", "Use 0 for no drafter.")
         self.tokens_per_block = tokens_per_block
+        self.lookahead_tokens = lookahead_tokens
         self.page_counts = tuple(page_counts)
         #: Tokens behind the window for which window pages stay: what `EngineCapabilities` is to declare.
         self.window_retention_tokens = retention_tokens
@@ -114,7 +120,8 @@ class PagedCache:
     def match(self, tokens: Tokens, scope: Scope = EMPTY_SCOPE) -> int:
         """How many tokens `admit()` would find computed at this moment, a multiple of T. Takes no hold.
 
-        At most floor((n - 1)/T) blocks count, so at least one token is left to compute: its logits are what is asked for.
+        At most floor((n - 1)/T) blocks count, so at least one token is left to compute: its logits are what is asked for. With
+        a lookahead of L tokens at most floor((n - L)/T): behind these nobody knows yet what a drafter's KV depends on.
         With window groups it is the latest end at which they have their sinks and their window (W2), possibly none.
         A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
         Raises TokenError for a token outside int64.
@@ -167,7 +174,7 @@ class PagedCache:
         return PagedSequence(
             self._holdings,
             self._quarantine,
-            self.tokens_per_block,
+            Blocks(self.tokens_per_block, self.lookahead_tokens),
             scope,
             encoded,
             matched,
@@ -198,9 +205,10 @@ class PagedCache:
         return inconsistencies(self._holdings)
 
     def _match(self, encoded: bytes, scope: Scope) -> list[Block]:
-        size = self.tokens_per_block * TOKEN_BYTES
-        most = (len(encoded) // TOKEN_BYTES - 1) // self.tokens_per_block
-        chain = self._holdings.tree.match(scope, [encoded[at : at + size] for at in range(0, most * size, size)])
+        blocks = Blocks(self.tokens_per_block, self.lookahead_tokens)
+        tokens = len(encoded) // TOKEN_BYTES
+        most = min((tokens - 1) // self.tokens_per_block, blocks.named(tokens))
+        chain = self._holdings.tree.match(scope, [blocks.key(encoded, number) for number in range(most)])
         return chain[: resumable_blocks(chain, [pool.rule for pool in self._holdings.pools])]
 
 

@@ -1,9 +1,29 @@
-"""Where a sequence can resume in what the tree holds: the latest end whose windows are there too (W2)."""
+"""What the tree calls a block (K2), and where a sequence can resume in it: the latest end whose windows are there too (W2)."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from akv.host.booking import WindowRule
 from akv.host.pages import Block
+from akv.plan.hashing import whole_blocks
+from akv.plan.tokens import TOKEN_BYTES
+
+
+class Blocks(NamedTuple):
+    """How a sequence of encoded tokens is cut."""
+
+    tokens_per_block: int
+    #: L: tokens behind a block that its KV depends on. They belong to its key.
+    lookahead_tokens: int
+
+    def named(self, tokens: int) -> int:
+        """Blocks whose keys are known, of a sequence of so many tokens."""
+        return whole_blocks(tokens, self.tokens_per_block, self.lookahead_tokens)
+
+    def key(self, encoded: bytes | bytearray, number: int) -> bytes:
+        """What the tree calls a block: its tokens, and those behind it on which its KV depends."""
+        start = number * self.tokens_per_block
+        return bytes(encoded[start * TOKEN_BYTES : (start + self.tokens_per_block + self.lookahead_tokens) * TOKEN_BYTES])
 
 
 def resumable_blocks(chain: Sequence[Block], rules: Sequence[WindowRule]) -> int:

@@ -16,6 +16,7 @@ from akv.errors import EngineContractError
 from akv.host.holding import Holdings
 from akv.host.pages import Block
 from akv.host.quarantine import Quarantine
+from akv.host.reuse import Blocks
 from akv.host.window_pool import WindowTable
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
 from akv.units import NO_PAGE, PageIndex
@@ -63,7 +64,7 @@ class PagedSequence(Hold):
         self,
         holdings: Holdings,
         quarantine: Quarantine,
-        tokens_per_block: int,
+        blocks: Blocks,
         scope: Scope,
         encoded: bytes,
         matched: list[Block],
@@ -75,7 +76,8 @@ class PagedSequence(Hold):
     ) -> None:
         super().__init__(holdings, quarantine, matched + fresh, tables)
         holdings.book(self._holder, booked_blocks)
-        self._tokens_per_block = tokens_per_block
+        self._cut = blocks
+        self._tokens_per_block = blocks.tokens_per_block
         self._scope = scope
         self._encoded = bytearray(encoded)
         self._reuse = reuse
@@ -84,7 +86,7 @@ class PagedSequence(Hold):
         #: at the same time, the first one's block stands in the tree and ours stays private.
         self._path = list(matched)
         #: Tokens found computed at admission, a multiple of T.
-        self.local_tokens = len(matched) * tokens_per_block
+        self.local_tokens = len(matched) * self._tokens_per_block
         #: Tokens whose KV is known to lie in the pages.
         self.computed_tokens = self.local_tokens
         #: Tokens up to which window groups have pages.
@@ -293,12 +295,11 @@ class PagedSequence(Hold):
 
     def _offer(self, blocks: int) -> None:
         """Put the first so many blocks into the tree."""
-        size = self._tokens_per_block * TOKEN_BYTES
-        for number in range(len(self._path), blocks):
+        for number in range(len(self._path), min(blocks, self._cut.named(self.tokens))):
             own = self._table[number]
             if own.barred:
                 return  # named in quarantine by a hold: neither it nor what is behind it is anybody's prefix
-            key = bytes(self._encoded[number * size : (number + 1) * size])
+            key = self._cut.key(self._encoded, number)
             resident = self._holdings.tree.insert(self._scope, self._path[-1] if self._path else None, key, own)
             if resident is not own:
                 if not resident.holders and not self._holdings.unbooked:

@@ -50,7 +50,7 @@ class Admission:
         """Nothing touches the request's pages any more, but for those that were named to the quarantine: they are free."""
         if job.sequence is not None:
             self.quarantine.release(job.request_id, job.sequence)
-            job.sequence, job.tables = None, ()
+            job.sequence, job.tables, job.guess = None, (), None
         self.freed()
 
     def leave(self, job: Job) -> None:
@@ -70,7 +70,7 @@ class Admission:
             job = self._queue[0]
             if self._stalled and min(self._stalled) < job.number:
                 return  # else pages that come free one by one would go to the younger one, which is preempted for them again
-            # A match leaves one of the tokens that are shown to it: so no more is reused than was asked for.
+            # A match leaves of the tokens that are shown to it one to compute: so no more is reused than was asked for.
             shown = job.length if job.local_at_most is None else min(job.length, job.local_at_most + 1)
             sequence = self._cache.admit(job.tokens[:shown], 0, job.scope, reuse=job.local_reuse, booked_tokens=job.length)
             if sequence is None:

@@ -1,6 +1,6 @@
 """The batch: one task that computes pass after pass for the requests that have joined, with akv's two calls around each."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 import torch
@@ -11,13 +11,29 @@ from akv.values.messages import PassPlan
 from akv.values.requests import Scheduled
 from akv_testing.engine.admission import Admission
 from akv_testing.engine.config import EngineConfig
-from akv_testing.engine.job import Chunk, Job, Sampled
+from akv_testing.engine.job import Job
 from akv_testing.engine.model import Model
 from akv_testing.engine.pages import Pages
 from akv_testing.engine.schedule import PassShape, next_pass
+from akv_testing.engine.step import Chunk, Sampled, compute
 
 if TYPE_CHECKING:
     from akv.connector import Connector
+
+
+class Part(NamedTuple):
+    """One request's part in a pass."""
+
+    job: Job
+    #: Tokens that are known and computed.
+    tokens: int
+    #: Draft tokens on top.
+    drafts: int
+
+    @property
+    def upto(self) -> int:
+        """Tokens that need pages."""
+        return self.job.computed + self.tokens + self.drafts
 
 
 class Batch:
@@ -65,17 +81,20 @@ class Batch:
     def _wake(self) -> None:
         self._work.set()
 
-    def _with_pages(self, batch: list[tuple[Job, int]]) -> list[tuple[Job, int]]:
+    def _with_pages(self, batch: list[tuple[Job, int]]) -> list[Part]:
         """Those of a pass that have pages for what they compute in it. For one that has none a younger one gives way."""
-        ready: set[str] = set()
+        ready: dict[str, Part] = {}
         for job, count in sorted(batch, key=lambda part: part[0].number):
             if job.request_id not in self._jobs:
                 continue  # it has just given way
-            if self._admission.grow(job, job.computed + count):
-                ready.add(job.request_id)
+            # For drafts nobody gives way.
+            parts = [Part(job, count, drafts) for drafts in dict.fromkeys((job.drafts, 0))]
+            there = next((part for part in parts if self._admission.grow(job, part.upto)), None)
+            if there is not None:
+                ready[job.request_id] = there
             else:
                 self._preempt_behind(job)
-        return [(job, count) for job, count in batch if job.request_id in ready & self._jobs.keys()]
+        return [ready[job.request_id] for job, _ in batch if job.request_id in ready.keys() & self._jobs.keys()]
 
     def _preempt_behind(self, job: Job) -> None:
         """Let the youngest request behind this one leave the batch, between two passes; its task gives the pages back."""
@@ -90,31 +109,31 @@ class Batch:
             self._leaving.append(victim.sequence)
         victim.out.set()
 
-    async def _pass(self, batch: list[tuple[Job, int]]) -> None:
+    async def _pass(self, batch: list[Part]) -> None:
         over = anyio.Event()
-        for job, count in batch:
-            job.pass_over = over
-            if job.sequence is not None:
-                job.sequence.prepare(job.computed + count)
-                job.read_tables()
+        for part in batch:
+            part.job.pass_over = over
+            if part.job.sequence is not None:
+                part.job.sequence.prepare(part.upto)
+                part.job.read_tables()
         try:
             plan = self._plan(batch)
-            sampled = await self._forward([job.chunk(count) for job, count in batch], plan)
+            sampled = await self._forward([job.chunk(count, drafts) for job, count, drafts in batch], plan)
             if self._kv is not None and plan is not None:
                 await self._kv.after_forward(plan)
-            for (job, count), sample in zip(batch, sampled, strict=True):
-                self._advance(job, count, sample)
+            for part, sample in zip(batch, sampled, strict=True):
+                self._advance(part.job, part.tokens, sample)
         finally:
-            for job, _ in batch:
-                job.pass_over = None
+            for part in batch:
+                part.job.pass_over = None
             over.set()
 
-    def _plan(self, batch: list[tuple[Job, int]]) -> PassPlan | None:
+    def _plan(self, batch: list[Part]) -> PassPlan | None:
         if self._kv is None:
             return None
         return self._kv.plan_pass(
-            Scheduled(request=job.request, computed_before=job.computed, tokens=count, pages=job.tables)
-            for job, count in batch
+            Scheduled(request=job.request, computed_before=job.computed, tokens=count, draft_tokens=drafts, pages=job.tables)
+            for job, count, drafts in batch
             if job.request is not None
         )
 
@@ -130,28 +149,29 @@ class Batch:
     def _compute(self, chunks: list[Chunk]) -> list[Sampled | None]:
         # Each time: torch keeps a part of this per thread, and which worker thread runs a pass is up to the backend.
         torch.set_num_threads(self._threads)
-        sampled: list[Sampled | None] = []
-        for chunk in chunks:
-            logits = self._model.forward(chunk.tokens, chunk.start, chunk.tables, self._pages)
-            sampled.append(
-                Sampled(int(logits.argmax()), logits.cpu() if chunk.keep_logits else None) if chunk.samples else None
-            )
-        return sampled
+        return [compute(self._model, chunk, self._pages) for chunk in chunks]
 
     def _advance(self, job: Job, count: int, sample: Sampled | None) -> None:
         if job.request_id not in self._jobs or job.sequence is None:
             return  # it left while the pass ran
-        job.computed += count
+        accepted = len(sample.tokens) - 1 if sample is not None else 0
+        # Drafts that were confirmed first: what is committed is known. Those that were not were never appended; what they left
+        # in the pages is overwritten when these positions are computed.
+        tokens = sample.tokens if sample is not None else ()
+        job.tokens += tokens
+        job.sequence.append(tokens)
+        job.computed += count + accepted
         job.sequence.commit(job.computed)  # what windows release here is written by the next pass at the earliest
         job.read_tables()
         if sample is None:
             return
-        if job.length == job.prompt_tokens:
+        if job.length - len(tokens) == job.prompt_tokens:
             job.ttft_s = anyio.current_time() - job.called_at
-        job.tokens.append(sample.token)
-        job.sequence.append([sample.token])
+        job.guess = sample.guess
+        job.drafts_accepted += accepted
+        job.drafts_rejected += sample.rejected
         if job.request is not None:
-            job.request.append([sample.token])
+            job.request.append(tokens)
         if sample.logits is not None:
             job.logits.append(sample.logits)
         if job.complete:

@@ -1,4 +1,4 @@
-"""How large the reference engine's model is, and how the engine runs it. The presets are `TINY`, for tests, and `DEMO`."""
+"""How large the reference engine's model is, and how the engine runs it. `presets.py` has some."""
 
 from hashlib import blake2b
 from typing import Literal
@@ -14,7 +14,8 @@ VOCABULARY = 260
 class AttentionGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that attend alike and keep alike KV: one layer group of the layout."""
 
-    #: Their indices, ascending. They need not be neighbours: models alternate windows and full attention.
+    #: Their indices, ascending. They need not be neighbours: models alternate windows and full attention. The layer of a
+    #: drafter with KV comes behind the target's: its index is `ModelConfig.layers`.
     layers: tuple[int, ...]
     #: W: tokens that a layer sees, the one being computed included. 0: all of them.
     window_tokens: int = 0
@@ -51,6 +52,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     #: What each layer sees and keeps, every layer in one group. Empty: full attention in all of them, float32.
     groups: tuple[AttentionGroup, ...] = ()
+    #: What drafts tokens: nothing; a layer with KV of its own in the target's cache; a head without KV (`drafter.py`).
+    drafter: Literal["none", "eagle3", "hidden_state"] = "none"
+    #: Rank of the adapters' matrices. Every `akv.Lora` names an adapter: its weights follow from its id and revision.
+    adapter_rank: int = 4
+    #: Whether ids outside the vocabulary are taken: each looks to the model like the id that is left of it, modulo the
+    #: vocabulary. So tests can tell apart what is computed and what it is called.
+    any_ids: bool = False
+
+    @property
+    def lookahead(self) -> int:
+        """L: tokens behind a position that its KV depends on."""
+        return 1 if self.drafter == "eagle3" else 0
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with KV: the target's, and the drafter's behind them."""
+        return self.layers + (self.drafter == "eagle3")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -60,13 +78,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def layer_groups(self, parts: int = 1) -> tuple[AttentionGroup, ...]:
-        """The groups with their numbers of heads. A model that names none has `parts` alike ones of neighbouring layers."""
+        """The groups with their numbers of heads. A model that names none has `parts` alike ones of neighbouring layers, and
+        a drafter's layer in the last one.
+        """
         if self.groups:
             return tuple(msgspec.structs.replace(group, kv_heads=group.kv_heads or self.kv_heads) for group in self.groups)
         size = self.layers // parts
+        starts = range(0, self.layers, size)
+        ends = [*starts[1:], self.cached_layers]
         return tuple(
-            AttentionGroup(layers=tuple(range(first, first + size)), kv_heads=self.kv_heads)
-            for first in range(0, self.layers, size)
+            AttentionGroup(layers=tuple(range(first, end)), kv_heads=self.kv_heads)
+            for first, end in zip(starts, ends, strict=True)
         )
 
     @property
@@ -98,6 +120,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_pass: int = 512
     #: Requests that one pass computes for at most.
     max_running: int = 32
+    #: Tokens that the model's drafter drafts in a pass, for each request that decodes; 0 for none. Its KV is computed all the
+    #: same, so pages are those of a server that drafts.
+    draft_tokens: int = 0
+    #: Whether only prompts are computed here, for servers that decode elsewhere: a request for more than the first token is
+    #: refused, alone (P1).
+    prefill_only: bool = False
     #: CPU threads of torch, which has one number for the whole process. Bits may differ between numbers. One is the default:
     #: torch's threads spin while they wait for each other, and crawl when anything else needs the cores.
     threads: int = 1
@@ -139,12 +167,25 @@ def _of_engine(config: EngineConfig) -> tuple[_Check, ...]:
         (config.chunk_tokens < 1, "chunk_tokens", config.chunk_tokens, "use at least 1"),
         (config.max_running < 1, "max_running", config.max_running, "use at least 1"),
         (config.window_retention_tokens < 0, "window_retention_tokens", config.window_retention_tokens, "use 0 for none"),
+        (config.draft_tokens < 0, "draft_tokens", config.draft_tokens, "use 0 for none"),
+        (
+            config.draft_tokens > 0 and model.drafter == "none",
+            "draft_tokens",
+            config.draft_tokens,
+            "use a model with a drafter",
+        ),
+        (
+            config.draft_tokens >= config.chunk_tokens,
+            "draft_tokens",
+            config.draft_tokens,
+            "use less than chunk_tokens: the token that they follow is computed with them",
+        ),
         (
             # Then a chunk fits beside any number of decoding requests, and prompts are never starved by them.
-            config.max_tokens_per_pass < config.chunk_tokens + config.max_running,
+            config.max_tokens_per_pass < config.chunk_tokens + config.max_running * (1 + config.draft_tokens),
             "max_tokens_per_pass",
             config.max_tokens_per_pass,
-            "use at least chunk_tokens + max_running",
+            "use at least chunk_tokens + max_running * (1 + draft_tokens)",
         ),
     )
 
@@ -156,11 +197,12 @@ def _of_model(model: ModelConfig) -> tuple[_Check, ...]:
     return (
         (any(model.heads % of for of in heads), "model.heads", model.heads, f"use a multiple of every kv_heads ({heads})"),
         (model.head_size % 2 != 0, "model.head_size", model.head_size, "use an even number"),
+        (model.adapter_rank < 1, "model.adapter_rank", model.adapter_rank, "use at least 1"),
         (
-            bool(model.groups) and layers != list(range(model.layers)),
+            bool(model.groups) and layers != list(range(model.cached_layers)),
             "model.groups",
             [group.layers for group in model.groups],
-            f"put each of {model.layers} layers into one group",
+            f"put each of {model.cached_layers} layers, a drafter's with KV among them, into one group",
         ),
         (
             any(window < 0 or sinks < 0 or (sinks > 0 and not window) for window, sinks in windows),
@@ -169,34 +211,3 @@ def _of_model(model: ModelConfig) -> tuple[_Check, ...]:
             "use at least 0 for a window and for its sinks, and sinks with windows only",
         ),
     )
-
-
-#: Milliseconds per request on one core: for tests.
-TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_size=8, intermediate=64, max_tokens=2048)
-#: Large enough that computing a prompt of thousands of tokens is clearly slower than loading its pages, and small enough that
-#: computing it a few times takes seconds on two cores: for the demo.
-DEMO = ModelConfig(layers=4, hidden=256, heads=4, kv_heads=2, head_size=48, intermediate=704)
-#: As `TINY`, with full attention and windows in turn, as published models have it: other dtypes, heads and page sizes.
-TINY_SLIDING = ModelConfig(
-    layers=4,
-    hidden=32,
-    heads=4,
-    kv_heads=2,
-    head_size=8,
-    intermediate=64,
-    max_tokens=2048,
-    groups=(
-        AttentionGroup(layers=(0, 2)),
-        AttentionGroup(layers=(1,), window_tokens=20, sink_tokens=3, dtype="bfloat16"),
-        AttentionGroup(layers=(3,), window_tokens=50, kv_heads=4),
-    ),
-)
-#: As `DEMO`, with windows in turn. 32 tokens are pages of 48, 12 and 24 KiB.
-DEMO_SLIDING = msgspec.structs.replace(
-    DEMO,
-    groups=(
-        AttentionGroup(layers=(0, 2)),
-        AttentionGroup(layers=(1,), window_tokens=200, sink_tokens=40, kv_heads=1),
-        AttentionGroup(layers=(3,), window_tokens=331, dtype="bfloat16", kv_heads=4),
-    ),
-)

@@ -52,6 +52,7 @@ class Engine:
             config.groups,
             retention_tokens=config.window_retention_tokens,
             chunk_tokens=config.chunk_tokens,
+            lookahead_tokens=config.model.lookahead,
         )
         self._admission = Admission(self.cache)
         self._batch = Batch(config, model, pages, kv, self._admission)
@@ -74,8 +75,12 @@ class Engine:
         reads_pool: bool = True,
         keep_logits: bool = False,
         keep_pages: bool = False,
+        drafts: bool = True,
     ) -> Result:
         """Generate greedily, exactly `max_new_tokens` tokens, and return when they are there; saves go on.
+
+        `scope.lora` is the adapter that computes it. `drafts=False`: without speculative decoding, which changes no token, and
+        the last bits of logits, since several tokens are verified at once.
 
         `local_reuse=False` neither shares other requests' KV nor leaves this one's for them; `reads_pool=False` does not ask
         the pool. Both off, it is a cold run. `keep_logits` and `keep_pages` are for comparisons, and so is `local_at_most`: no
@@ -90,16 +95,10 @@ class Engine:
         **Cancellation:** the request leaves the batch, its load and its saves are withdrawn, and a task of the engine gives
         its pages back when neither a pass nor akv touches them any more.
         """
-        job = Job(
-            next(self._numbers),
-            request_id,
-            list(tokens),
-            max_new_tokens,
-            scope,
-            local_reuse=local_reuse,
-            keep_logits=keep_logits,
-        )
-        job.local_at_most, job.keep_pages = local_at_most, keep_pages
+        job = Job(next(self._numbers), request_id, list(tokens), max_new_tokens, scope)
+        job.local_reuse, job.local_at_most = local_reuse, local_at_most
+        job.keep_logits, job.keep_pages = keep_logits, keep_pages
+        job.draft_tokens = self._config.draft_tokens if drafts else 0
         self._refuse_if_hopeless(job)
         with job.stop:
             try:
@@ -132,8 +131,14 @@ class Engine:
             raise EngineClosed(f"the engine is closed: request {job.request_id!r} comes too late")
         if not job.tokens or job.max_new_tokens < 1:
             raise ValueError(f"request {job.request_id!r} has no tokens, or asks for none")
-        if not all(0 <= token < model.vocabulary for token in job.tokens):
+        if not model.any_ids and not all(0 <= token < model.vocabulary for token in job.tokens):
             raise ValueError(f"request {job.request_id!r} has tokens outside the vocabulary of {model.vocabulary}")
+        if self._config.prefill_only and job.max_new_tokens > 1:
+            # Alone: the server goes on with all others (P1).
+            raise ValueError(
+                f"request {job.request_id!r} is to decode here, and this engine is prefill_only: ask for one token, and for "
+                "the others where requests are decoded"
+            )
         if job.capacity_tokens > model.max_tokens or not self.cache.fits(job.capacity_tokens):
             raise ValueError(
                 f"request {job.request_id!r} needs {job.capacity_tokens} tokens: the model takes {model.max_tokens}, "

@@ -1,6 +1,6 @@
 """One call of `Engine.generate()`: what the engine keeps of it, and what it answers."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -10,6 +10,8 @@ from torch import Tensor
 from akv.host import PagedSequence
 from akv.units import PageIndex
 from akv.values.scope import Scope
+from akv_testing.engine.drafter import Guess
+from akv_testing.engine.step import Chunk
 
 if TYPE_CHECKING:
     from akv.request import Request
@@ -44,6 +46,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     #: Tokens whose KV came from the pool after preemptions; they do not count as `from_pool_tokens`, nor as local ones.
     reloaded_tokens: int = 0
+    #: Drafts that the target gave itself, and those that it did not; those behind one that it did not count as that.
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
     #: With `keep_logits`: the logits of each generated step, (generated tokens, vocabulary), on the CPU.
     logits: Tensor | None = None
     #: With `keep_pages`: per layer group, a digest of the page of each whole block that has KV (`Pages.digests`). Pages that a
@@ -53,39 +58,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     page_tables: PageTables = ()
 
 
-class Chunk(NamedTuple):
-    """What one pass computes of one request. A copy, so that the thread that computes reads nothing that the loop changes."""
-
-    tokens: tuple[int, ...]
-    #: The position of the first one.
-    start: int
-    tables: PageTables
-    #: Whether a token is sampled behind the last one.
-    samples: bool
-    keep_logits: bool
-
-
-class Sampled(NamedTuple):
-    """What a chunk that samples gives."""
-
-    token: int
-    logits: Tensor | None
-
-
 class Job:
     """A request inside the engine."""
 
-    def __init__(
-        self,
-        number: int,
-        request_id: str,
-        tokens: list[int],
-        max_new_tokens: int,
-        scope: Scope,
-        *,
-        local_reuse: bool,
-        keep_logits: bool,
-    ) -> None:
+    def __init__(self, number: int, request_id: str, tokens: list[int], max_new_tokens: int, scope: Scope) -> None:
         #: Its age: smaller than that of any request that came later. Who is preempted keeps it.
         self.number = number
         self.request_id = request_id
@@ -94,9 +70,13 @@ class Job:
         self.prompt_tokens = len(tokens)
         self.max_new_tokens = max_new_tokens
         self.scope = scope
-        self.local_reuse = local_reuse
-        self.keep_logits = keep_logits
-        self.keep_pages = False
+        self.local_reuse = True
+        self.keep_logits = self.keep_pages = False
+        #: Tokens that are drafted in a pass.
+        self.draft_tokens = 0
+        #: What the drafter guesses behind the newest token: from the pass that sampled that, and gone with its pages.
+        self.guess: Guess | None = None
+        self.drafts_accepted = self.drafts_rejected = 0
         #: Tokens that local reuse takes at most; None for as many as there are.
         self.local_at_most: int | None = None
         self.called_at = anyio.current_time()
@@ -140,16 +120,31 @@ class Job:
         """Whether all tokens were generated."""
         return len(self.tokens) == self.capacity_tokens
 
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of its next pass: so few that it never has more tokens than were asked for."""
+        if self.guess is None or self.length - self.computed != 1:
+            return 0
+        return min(self.draft_tokens, self.capacity_tokens - self.length - 1)
+
     def read_tables(self) -> None:
         """Take the page tables from the sequence: windows have other pages with each pass."""
         if self.sequence is not None:
             self.tables = self.sequence.page_tables()
 
-    def chunk(self, count: int) -> Chunk:
-        """The next `count` tokens, for a pass."""
+    def chunk(self, count: int, drafts: int) -> Chunk:
+        """The next `count` tokens, for a pass, and so many drafts behind them."""
         end = self.computed + count
-        tokens = tuple(self.tokens[self.computed : end])
-        return Chunk(tokens, self.computed, self.tables, samples=end == self.length, keep_logits=self.keep_logits)
+        return Chunk(
+            tuple(self.tokens[self.computed : end]),
+            self.computed,
+            self.tables,
+            following=self.tokens[end] if end < self.length else None,
+            keep_logits=self.keep_logits,
+            lora=self.scope.lora,
+            drafts=drafts,
+            guess=self.guess,
+        )
 
     def result(self) -> Result:
         """The answer, once complete."""
@@ -168,7 +163,9 @@ class Job:
             failed_loads=self.failed_loads,
             preemptions=self.preemptions,
             reloaded_tokens=self.reloaded_tokens,
-            logits=torch.stack(self.logits) if self.logits else None,
+            drafts_accepted=self.drafts_accepted,
+            drafts_rejected=self.drafts_rejected,
+            logits=torch.cat(self.logits) if self.logits else None,
             page_digests=self.page_digests,
             page_tables=self.tables,
         )

@@ -49,6 +49,11 @@ class Pages:
             for group, table in zip(self._groups, tables, strict=True)
         ]
 
+    def place(self, layer: int, tables: Sequence[Sequence[int]], start: int, end: int, device: torch.device) -> Place:
+        """As `places()`, for one layer alone."""
+        group = self.group_of(layer)
+        return Place(self._groups[group], tables[group], start, end, self._tokens_per_block, device)
+
     def digests(self, tables: Sequence[Sequence[int]], blocks: int) -> tuple[tuple[bytes, ...], ...]:
         """A digest of the bytes of each page, per group, for the first blocks of a sequence. Equal digests, equal pages.
 

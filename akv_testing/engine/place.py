@@ -23,6 +23,8 @@ class Place:
     ) -> None:
         """For positions [start, end) of a sequence with this page table; -1 stands for a block that has no page any more."""
         size = tokens_per_block
+        #: The first position.
+        self.start = start
         kept = kept_blocks(start, group.window_tokens, group.sink_tokens, size)
         read = [*chain.from_iterable(kept), *range(-(-start // size), -(-end // size))]
         pages = [table[block] for block in read]

@@ -20,7 +20,9 @@ _Pages = set[tuple[int, int]]
 
 def capabilities_of(config: EngineConfig) -> EngineCapabilities:
     """What an engine with this configuration can do, for `akv.open_connector(capabilities=)`."""
-    return EngineCapabilities(window_retention_tokens=config.window_retention_tokens, keeps_quarantined_pages=True)
+    return EngineCapabilities(
+        window_retention_tokens=config.window_retention_tokens, keeps_quarantined_pages=True, drafter=config.model.drafter
+    )
 
 
 class Quarantine:

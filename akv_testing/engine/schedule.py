@@ -24,6 +24,11 @@ class Progress(Protocol):
         """Tokens known: the prompt, and what was generated. More than are computed, or the request would have ended."""
         ...
 
+    @property
+    def drafts(self) -> int:
+        """Draft tokens that it computes on top, in a pass in which it decodes."""
+        ...
+
 
 P = TypeVar("P", bound=Progress)
 
@@ -37,7 +42,7 @@ class PassShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_pass(requests: Iterable[P], shape: PassShape) -> list[tuple[P, int]]:
-    """Requests, in order of arrival, and how many tokens each computes in the next pass.
+    """Requests, in order of arrival, and how many tokens each computes in the next pass, drafts left out.
 
     The first `max_running` requests take part. Each that decodes computes its token; then prompts take whole chunks while they
     fit. A chunk is never cut to what is left of the pass: its end depends on the request alone, so its bits do too. For the
@@ -45,7 +50,7 @@ def next_pass(requests: Iterable[P], shape: PassShape) -> list[tuple[P, int]]:
     """
     running = [request for request, _ in zip(requests, range(shape.max_running), strict=False)]
     decoding = [(request, 1) for request in running if _is_decoding(request)]
-    left = shape.max_tokens - len(decoding)
+    left = shape.max_tokens - sum(1 + request.drafts for request, _ in decoding)
     chunks: list[tuple[P, int]] = []
     for request in running:
         if not _is_decoding(request):

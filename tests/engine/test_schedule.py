@@ -15,6 +15,7 @@ class Request:
     computed: int
     length: int
     generated: int = 0
+    drafts: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -43,6 +44,12 @@ def test_a_chunk_is_never_cut_to_what_is_left_of_the_pass() -> None:
 
 def test_decoding_requests_are_served_before_prompts() -> None:
     assert counts([Request(0, 100), Request(20, 21), Request(30, 31)]) == [(1, 1), (2, 1), (0, 16)]
+
+
+def test_drafts_take_room_in_a_pass() -> None:
+    shape = PassShape(chunk_tokens=16, max_tokens=24, max_running=2)
+    assert counts([Request(30, 31, drafts=7), Request(0, 100)], shape) == [(0, 1), (1, 16)]
+    assert counts([Request(30, 31, drafts=8), Request(0, 100)], shape) == [(0, 1)]
 
 
 def test_only_so_many_run_at_a_time_the_earliest_first() -> None:
