@@ -27,7 +27,8 @@ def swap_two_stored_pages() -> Callable[..., Awaitable[None]]:
 def _swap(address: str, config: EngineConfig, prompt: tuple[int, ...], group: int, first: int) -> None:
     from mooncake.store import MooncakeDistributedStore
 
-    chain = Chain(scope_seed(EMPTY_SCOPE), config.tokens_per_block)
+    lookahead = config.model.lookahead
+    chain = Chain(scope_seed(EMPTY_SCOPE, lookahead=lookahead), config.tokens_per_block, lookahead=lookahead)
     chain.append(prompt)
     space = KeySpace.of(layout_of(config), settings(address, config.model.key).namespace, config.model.key)
     keys = space.keys(group, chain.hashes(first, first + 2))

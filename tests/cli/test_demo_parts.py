@@ -24,6 +24,8 @@ GOOD = Figures(
     outcomes={"full": 5, "rewound": 4},
     pages_compared=30,
     page_mismatches=0,
+    drafts_accepted=21,
+    drafts_rejected=43,
     bytes_saved=1,
     bytes_loaded=2,
     ttft_ms=TimesToFirstToken(cold=100.0, pool_hit=20.0, local_hit=19.0),
@@ -75,6 +77,11 @@ def test_Q2_reusable_tokens_equal_a_naive_count(
     assert reusable_tokens(prompt, stored, local_blocks * tokens_per_block, tokens_per_block) == tokens_per_block * len(naive)
 
 
+def test_Q2_beside_a_drafter_a_block_counts_with_the_token_behind_it() -> None:
+    assert reusable_tokens((1, 2, 3, 4, 5), [(1, 2, 3, 4)], 0, 2, lookahead=1) == 2
+    assert reusable_tokens((1, 2, 3, 4, 5), [(1, 2, 3, 4, 5)], 0, 2, lookahead=1) == 4
+
+
 @given(tokens, tokens)
 def test_Q2_a_common_prefix_is_common_and_as_long_as_can_be(one: tuple[int, ...], other: tuple[int, ...]) -> None:
     length = common_prefix(one, other)
@@ -104,3 +111,10 @@ def test_the_table_shows_every_figure() -> None:
     text = console.export_text()
     for figure in ("9 of 9", "0 of 30", "960 of 960", "100.0 ms", "20.0 ms", "19.0 ms", "100.0%", "5 full, 4 rewound"):
         assert figure in text
+    assert "drafts" not in text
+
+
+def test_the_table_shows_drafts_where_there_is_a_drafter() -> None:
+    console = Console(record=True, width=120)
+    show(msgspec.structs.replace(GOOD, layout="sliding-drafter"), console)
+    assert "21, 43" in console.export_text()

@@ -87,3 +87,30 @@ def test_Q1_a_planted_fault_in_a_window_is_found(monkeypatch: pytest.MonkeyPatch
     figures = json.loads(done.stdout)
     assert figures["page_mismatches"] == 2
     assert figures["identical_to_local_reuse"] < figures["compared"] == 1
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("layout", ["drafter", "sliding-drafter"])
+def test_Q1_P1_beside_a_drafter_the_pool_gives_what_local_reuse_does(layout: str) -> None:
+    options = ["demo", "--json", "--layout", layout, "--conversations", "1", "--turns", "2"]
+    done = subprocess.run([sys.executable, "-m", "akv.cli.main", *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["layout"] == layout
+    assert figures["identical_to_local_reuse"] == figures["compared"] > 1
+    assert figures["page_mismatches"] == 0 < figures["pages_compared"]
+    assert figures["drafts_accepted"] > 0 < figures["drafts_rejected"]
+    assert figures["reuse"] == 1.0 or layout == "sliding-drafter"
+
+
+@pytest.mark.timeout(180)
+def test_Q1_a_planted_fault_in_a_drafters_pages_is_found(monkeypatch: pytest.MonkeyPatch, swap_two_stored_pages: Swap) -> None:
+    async def plant(address: str, answered: tuple[tuple[Turn, ...], ...]) -> None:
+        await swap_two_stored_pages(address, engine_config(DemoLayout.SLIDING_DRAFTER), answered[0][0].prompt, group=3)
+
+    monkeypatch.setattr(command, "run_demo", partial(run_demo, after_saving=plant))
+    done = CliRunner().invoke(
+        build_app(), ["demo", "--json", "--layout", "sliding-drafter", "--conversations", "1", "--turns", "1"]
+    )
+    assert done.exit_code == 1, done.output
+    assert json.loads(done.stdout)["page_mismatches"] == 2

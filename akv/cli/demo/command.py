@@ -28,8 +28,9 @@ class Backend(StrEnum):
     TRIO = "trio"
 
 
-#: Conversations and turns by default. With windows as many as a block has tokens, so that prompts end at each place of one.
-_DEFAULTS = {DemoLayout.FULL: (3, 3), DemoLayout.SLIDING: (8, 4)}
+#: Conversations and turns by default, without windows and with. With them as many as a block has tokens, so that prompts
+#: end at each place of one.
+_DEFAULTS = {False: (3, 3), True: (8, 4)}
 #: Options that only one of the two demos has.
 _OF_CONVERSATIONS = ("layout", "conversations", "turns")
 _OF_TRACES = ("requests", "scale", "speed")
@@ -43,15 +44,16 @@ def add_demo(app: typer.Typer) -> None:
         context: typer.Context,
         backend: Annotated[Backend, typer.Option(help="The event loop of every process.")] = Backend.ASYNCIO,
         layout: Annotated[
-            DemoLayout, typer.Option(help="The model's attention: full, or windows and sinks in turn with it.")
+            DemoLayout,
+            typer.Option(help="The model: full attention, or windows in turn with it; each also with a drafter."),
         ] = DemoLayout.FULL,
         conversations: Annotated[
             int | None,
-            typer.Option(min=1, max=24, help="Conversations, each about a text of its own. Default: 3; sliding: 8."),
+            typer.Option(min=1, max=24, help="Conversations, each about a text of its own. Default: 3; with windows: 8."),
         ] = None,
         turns: Annotated[
             int | None,
-            typer.Option(min=1, max=8, help="Turns of each; a prompt holds all turns before it. Default: 3; sliding: 4."),
+            typer.Option(min=1, max=8, help="Turns of each; a prompt holds all turns before it. Default: 3; with windows: 4."),
         ] = None,
         trace: Annotated[
             Path | None, typer.Option(help="Replay this trace, in Mooncake's format, and not conversations.")
@@ -77,7 +79,7 @@ def add_demo(app: typer.Typer) -> None:
         figures: jobs.Figures | jobs.TraceFigures
         with _progress() as progress:
             if replayed is None:
-                most, deepest = _DEFAULTS[layout]
+                most, deepest = _DEFAULTS[layout.has_windows]
                 run = partial(run_demo, layout=layout, conversations=conversations or most, turns=turns or deepest)
                 figures = anyio.run(partial(run, backend=backend.value, progress=progress), backend=backend.value)
             else:

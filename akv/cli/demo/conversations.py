@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 from akv.cli.demo.jobs import Turn
+from akv.plan.hashing import whole_blocks
 from akv_testing.engine.text import conversation, encode
 
 #: How a prompt goes on that leaves a conversation.
@@ -63,8 +64,13 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return min(len(one), len(other))
 
 
-def reusable_tokens(prompt: tuple[int, ...], stored: list[tuple[int, ...]], local_tokens: int, tokens_per_block: int) -> int:
-    """What of a prompt could come from the pool, in tokens (Q2). `stored` are sequences whose saves had ended before."""
+def reusable_tokens(
+    prompt: tuple[int, ...], stored: list[tuple[int, ...]], local_tokens: int, tokens_per_block: int, lookahead: int = 0
+) -> int:
+    """What of a prompt could come from the pool, in tokens (Q2). `stored` are sequences whose saves had ended before.
+
+    With a lookahead (K2) a block counts if the tokens behind it that it depends on are common, too.
+    """
     common = max((common_prefix(prompt, sequence) for sequence in stored), default=0)
-    blocks = min(common // tokens_per_block, (len(prompt) - 1) // tokens_per_block)
+    blocks = min(whole_blocks(common, tokens_per_block, lookahead), (len(prompt) - 1) // tokens_per_block)
     return tokens_per_block * max(0, blocks - local_tokens // tokens_per_block)

@@ -86,6 +86,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     from_pool_tokens: int
     reuse: float
     #: Requests with a hit, each of whose generated steps' logits were compared with local reuse; those equal bit for bit (Q1).
+    #: Beside a drafter each was answered once more, with drafts: then the tokens have to be equal, too, and how many drafts
+    #: were accepted.
     compared: int
     identical_to_local_reuse: int
     #: Lookups by what they found; the names are those of akv's events.
@@ -94,6 +96,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     #: differ.
     pages_compared: int
     page_mismatches: int
+    #: Of the answers that were compared with drafts, from the pool: drafts that the model gave itself, and those taken back.
+    drafts_accepted: int
+    drafts_rejected: int
     bytes_saved: int
     bytes_loaded: int
     ttft_ms: TimesToFirstToken

@@ -6,11 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from akv.cli.demo.jobs import Figures, TraceFigures
+from akv.cli.demo.setting import DemoLayout
 
 
 def show(figures: Figures, console: Console) -> None:
     """Print the figures."""
     times = figures.ttft_ms
+    drafts = [("drafts accepted, rejected", f"{figures.drafts_accepted:,}, {figures.drafts_rejected:,}")]
     rows = (
         ("requests served by process B", f"{figures.requests:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
@@ -19,6 +21,7 @@ def show(figures: Figures, console: Console) -> None:
         ("lookups by what they found", ", ".join(f"{count} {name}" for name, count in figures.outcomes.items())),
         ("answers equal to local reuse, bit for bit", f"{figures.identical_to_local_reuse} of {figures.compared} compared"),
         ("pages from the pool that differ", f"{figures.page_mismatches} of {figures.pages_compared:,} compared"),
+        *(drafts if DemoLayout(figures.layout).has_drafter else ()),
         (
             "loaded from, saved to the pool",
             f"{_mib(figures.bytes_loaded)}, {_mib(figures.bytes_saved)}",

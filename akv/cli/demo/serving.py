@@ -4,10 +4,16 @@ Two engines with the same weights: the reference has computed the same conversat
 page; the other one has nothing and reads the pool. Each request is served by that one, then by the reference without reuse
 (cold), then by the reference resuming from its own pages where the first one resumed. The two that resume cut the rest alike,
 so their logits are equal bit for bit or something is wrong (Q1).
+
+Beside a drafter each of the two answers once more, with drafts: a drafter's page that is wrong changes no token, but which
+drafts are right. And nothing is saved: no answer's end is in the pool then, so a prompt that leaves behind one computes the
+answer anew, in other chunks than process A had decoded it in. Whoever loaded such pages would rightly have other bits than
+the reference.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +26,6 @@ from akv.cli.demo.setting import (
     ANSWER_TOKENS,
     REWIND_TOKENS,
     TOKENS_PER_BLOCK,
-    DemoLayout,
     engine_config,
     settings,
 )
@@ -37,6 +42,24 @@ from akv_testing.engine import (
 )
 
 
+class Drafting(NamedTuple):
+    """One request, answered with drafts from the pool and by local reuse."""
+
+    pool: Result
+    local: Result
+
+    @property
+    def agree(self) -> bool:
+        """Whether the tokens are equal, and which drafts were right."""
+        pool, local = self
+        return (pool.tokens, pool.from_pool_tokens, pool.drafts_accepted, pool.drafts_rejected) == (
+            local.tokens,
+            local.local_tokens,
+            local.drafts_accepted,
+            local.drafts_rejected,
+        )
+
+
 class Comparison:
     """What the requests of process B add up to."""
 
@@ -44,13 +67,14 @@ class Comparison:
         self._groups = groups
         self.prompt_tokens = self.reusable_tokens = self.from_pool_tokens = 0
         self.compared = self.identical = self.pages_compared = self.page_mismatches = 0
+        self.drafts_accepted = self.drafts_rejected = 0
         self.outcomes: Counter[str] = Counter()
         self.cold: list[float] = []
         self.pool_hit: list[float] = []
         self.local_hit: list[float] = []
 
-    def add(self, cold: Result, local: Result, pool: Result, reusable: int) -> None:
-        """One request, served three times."""
+    def add(self, cold: Result, local: Result, pool: Result, reusable: int, drafting: "Drafting | None") -> None:
+        """One request, served three times; and twice more with drafts, beside a drafter."""
         self.prompt_tokens += pool.prompt_tokens
         self.reusable_tokens += reusable
         self.from_pool_tokens += pool.from_pool_tokens
@@ -61,7 +85,10 @@ class Comparison:
         self.local_hit.append(local.ttft_s)
         self.pool_hit.append(pool.ttft_s)
         self.compared += 1
-        self.identical += _same_bits(local, pool)
+        self.identical += _same_bits(local, pool) and (drafting is None or drafting.agree)
+        if drafting is not None:
+            self.drafts_accepted += drafting.pool.drafts_accepted
+            self.drafts_rejected += drafting.pool.drafts_rejected
         end = pool.from_pool_tokens // TOKENS_PER_BLOCK
         for group, ours, theirs in zip(self._groups, pool.page_digests, local.page_digests, strict=True):
             for blocks in load_blocks(0, end, group.window_tokens, group.sink_tokens, TOKENS_PER_BLOCK):
@@ -76,6 +103,8 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     pages = Pages(config)
     comparison = Comparison(config.groups)
     its_settings = settings(job.master_address, config.model.key)
+    if job.layout.has_drafter:
+        its_settings = msgspec.structs.replace(its_settings, role="consumer")
     async with (
         open_engine(_keeping_everything(config), model=model) as reference,
         open_connector(its_settings, pages.layout, pages.caches, capabilities=capabilities_of(config)) as kv,
@@ -97,6 +126,8 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
         outcomes=dict(comparison.outcomes.most_common()),
         pages_compared=comparison.pages_compared,
         page_mismatches=comparison.page_mismatches,
+        drafts_accepted=comparison.drafts_accepted,
+        drafts_rejected=comparison.drafts_rejected,
         bytes_saved=moved.saved,
         bytes_loaded=moved.loaded,
         ttft_ms=TimesToFirstToken(
@@ -128,32 +159,54 @@ def _prompts(job: Job) -> Iterator[tuple[str, tuple[int, ...]]]:
     for number, turns in enumerate(job.answered):
         for at, turn in enumerate(turns):
             yield f"c{number}t{at}", turn.prompt
-        if job.layout is DemoLayout.SLIDING:
+        if job.layout.has_windows:
             for at, prompt in enumerate(forks(turns, number, REWIND_TOKENS)):
                 yield f"c{number}f{at}", prompt
 
 
 async def _compare_all(job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Progress) -> None:
-    stored = [turn.prompt + turn.answer[:-1] for turns in job.answered for turn in turns]
+    drafter, lookahead = job.layout.has_drafter, engine_config(job.layout).model.lookahead
+    # Beside a drafter only prompts are saved.
+    stored = [turn.prompt + turn.answer[: 0 if drafter else -1] for turns in job.answered for turn in turns]
     prompts = list(_prompts(job))
     for done, (request_id, prompt) in enumerate(prompts, 1):
         # Without local reuse, so that all it has comes from the pool.
-        pool = await engine.generate(
-            request_id, prompt, max_new_tokens=ANSWER_TOKENS, local_reuse=False, keep_logits=True, keep_pages=True
-        )
+        pool = await _ask(engine, request_id, prompt, local_reuse=False)
         cold = await reference.generate(f"{request_id}-cold", prompt, max_new_tokens=1, local_reuse=False)
-        local = await reference.generate(
-            request_id,
-            prompt,
-            max_new_tokens=ANSWER_TOKENS,
-            local_at_most=pool.from_pool_tokens,
-            keep_logits=True,
-            keep_pages=True,
-        )
+        local = await _ask(reference, request_id, prompt, local_at_most=pool.from_pool_tokens)
+        drafting = None
+        if drafter:
+            drafting = Drafting(
+                await _ask(engine, f"{request_id}-drafts", prompt, local_reuse=False, drafts=True),
+                await _ask(reference, f"{request_id}-drafts", prompt, local_at_most=pool.from_pool_tokens, drafts=True),
+            )
         await reference.settled()
         await engine.settled()
-        comparison.add(cold, local, pool, reusable_tokens(prompt, stored, pool.local_tokens, TOKENS_PER_BLOCK))
+        reusable = reusable_tokens(prompt, stored, pool.local_tokens, TOKENS_PER_BLOCK, lookahead)
+        comparison.add(cold, local, pool, reusable, drafting)
         progress("serve from the pool", done, len(prompts))
+
+
+async def _ask(
+    engine: Engine,
+    request_id: str,
+    prompt: tuple[int, ...],
+    *,
+    local_reuse: bool = True,
+    local_at_most: int | None = None,
+    drafts: bool = False,
+) -> Result:
+    """Answer with all that is compared, and with nothing else that is in the way."""
+    return await engine.generate(
+        request_id,
+        prompt,
+        max_new_tokens=ANSWER_TOKENS,
+        local_reuse=local_reuse,
+        local_at_most=local_at_most,
+        keep_logits=True,
+        keep_pages=True,
+        drafts=drafts,
+    )
 
 
 async def _warm_up(engine: Engine) -> None:

@@ -19,6 +19,20 @@ class DemoLayout(StrEnum):
     FULL = "full"
     #: Full attention and sliding windows in turn, with sinks; two dtypes and three sizes of pages.
     SLIDING = "sliding"
+    #: Full attention, and a drafter whose KV lies in the same pages.
+    DRAFTER = "drafter"
+    #: As "sliding", and a drafter whose KV is a layer group of its own, in bfloat16.
+    SLIDING_DRAFTER = "sliding-drafter"
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether it can be resumed at ends alone where window pages lie."""
+        return self in {DemoLayout.SLIDING, DemoLayout.SLIDING_DRAFTER}
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether answers are drafted and verified."""
+        return self in {DemoLayout.DRAFTER, DemoLayout.SLIDING_DRAFTER}
 
 
 #: Bytes of memory that the demo's lender gives to the pool.
@@ -26,6 +40,8 @@ SEGMENT_BYTES = 512 * 1024**2
 #: Tokens of each answer. Few: the demo is about prompts.
 ANSWER_TOKENS = 12
 TOKENS_PER_BLOCK = 32
+#: Tokens that the drafter drafts in a pass.
+DRAFT_TOKENS = 3
 #: Pages of each engine's cache, for prompts of at most this many tokens in all conversations together.
 CACHE_TOKENS = 96 * 1024
 #: With windows: how far behind a longer hit a lookup resumes (R), and how far behind their windows requests keep pages. Below
@@ -41,17 +57,27 @@ TRACE_KV_BYTES_PER_TOKEN = 1024
 
 def engine_config(layout: DemoLayout) -> "EngineConfig":
     """The reference engine's model and cache; one thread, so that bits do not depend on the number of cores."""
-    from akv_testing.engine import DEMO, DEMO_SLIDING, EngineConfig  # noqa: PLC0415 - loads torch
+    from akv_testing.engine import (  # noqa: PLC0415 - loads torch
+        DEMO,
+        DEMO_DRAFTER,
+        DEMO_SLIDING,
+        DEMO_SLIDING_DRAFTER,
+        EngineConfig,
+    )
 
-    pages = CACHE_TOKENS // TOKENS_PER_BLOCK
-    if layout is DemoLayout.FULL:
-        return EngineConfig(model=DEMO, tokens_per_block=TOKENS_PER_BLOCK, pages=pages)
+    models = {
+        DemoLayout.FULL: DEMO,
+        DemoLayout.SLIDING: DEMO_SLIDING,
+        DemoLayout.DRAFTER: DEMO_DRAFTER,
+        DemoLayout.SLIDING_DRAFTER: DEMO_SLIDING_DRAFTER,
+    }
     return EngineConfig(
-        model=DEMO_SLIDING,
+        model=models[layout],
         tokens_per_block=TOKENS_PER_BLOCK,
-        pages=pages,
-        window_retention_tokens=REWIND_TOKENS,
-        contiguous_pages=True,
+        pages=CACHE_TOKENS // TOKENS_PER_BLOCK,
+        window_retention_tokens=REWIND_TOKENS if layout.has_windows else 0,
+        contiguous_pages=layout.has_windows,
+        draft_tokens=DRAFT_TOKENS if layout.has_drafter else 0,
     )
 
 
