@@ -167,12 +167,16 @@ async def test_O6_left_twice_with_a_stuck_call_takes_the_deadline_once() -> None
 
 #: Arguments: the backend, and what hangs. Prints a line when it may be interrupted.
 SERVER = """
+import signal
 import sys
 import threading
 import anyio
 from akv.ports.calls import CallKind
 from akv_testing.server import FakeServer
 from akv_testing.traffic import TOKENS, work_of_every_kind
+
+# A shell that started the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
     server = FakeServer.warm(TOKENS)

@@ -25,13 +25,15 @@ MARGIN_S = 6.0
 #: It prints a line when the three calls are in flight. From then on none of them returns: each is made again and again, so
 #: that beside a healthy master, too, the process ends with all three inside the store's client.
 PROCESS = f"""
-import sys, threading
+import signal, sys, threading
 import anyio
 import akv
 from akv.pool import MooncakePool
 from akv_testing.engine import TINY, EngineConfig, Pages
 from akv_testing.processes import halt
 
+# A shell that started the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 address, pid, state, backend, ending = sys.argv[1:]
 PAGES = Pages(EngineConfig(model=TINY, tokens_per_block=8, pages=16))
 SETTINGS = {{

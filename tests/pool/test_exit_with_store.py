@@ -17,7 +17,7 @@ DEADLINE_S, MARGIN_S = 0.5, 15.0
 
 #: Arguments: the master's address and process id, the call, "frozen" or "healthy", the ending.
 PROCESS = f"""
-import sys, threading
+import os, signal, sys, threading
 import anyio
 from akv.pool import ThreadRunner, open_pool
 from akv.ports.calls import CallKind, CallSize
@@ -25,6 +25,8 @@ from akv.settings import Settings, StoreSettings
 from akv_testing.memory import FakeHostBuffer
 from akv_testing.processes import halt
 
+# A shell that started the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 address, pid, what, state, ending = sys.argv[1:6]
 SIZE = 1 << 20
 
@@ -94,6 +96,7 @@ def test_O6_an_interrupted_process_with_a_call_in_flight_ends_by_itself(
         os.kill(pid, signal.SIGCONT)
     # As after any uncaught exception (O6).
     assert ended.returncode == 1, ended.stderr[-2000:]
+    assert "KeyboardInterrupt" in ended.stderr
     assert time.monotonic() - began < DEADLINE_S + MARGIN_S
     assert ended.stdout == ""
 

@@ -80,10 +80,11 @@ async def test_D3_L8_a_holder_frozen_inside_a_batch_fails_the_load_and_only_its_
                 await engine.settled()
                 halt(frozen.pid)
                 computed = await ask("frozen")
-                states = [answer.state for answers in pool.gets for answer in answers]
+                # Of the first get. The restarted request may be offered the healthy ones again, up to the first lost page.
+                states = [answer.state for answer in pool.gets[0]]
                 assert set(states) == {KeyState.HOLDER_LOST, KeyState.LEASE_EXPIRED}, "pages of both, and none is good"
-                assert computed.load_failure in {"holder_lost", "lease_expired"}
-                assert (computed.lookup_outcome, computed.from_pool_tokens) == ("full", 0)
+                assert computed.failed_loads > 0
+                assert computed.from_pool_tokens <= 8 * states.index(KeyState.HOLDER_LOST)
 
                 os.kill(frozen.pid, signal.SIGCONT)
                 again = await ask("again")

@@ -54,8 +54,10 @@ class Model:
             return offer
 
 
-async def test_O8_a_model_and_its_drafter_share_a_client_and_no_page(master: str, events: Events) -> None:
-    target, drafter = Model(master, "share/target"), Model(master, "share/drafter")
+async def test_O8_a_model_and_its_drafter_share_a_client_and_no_page(
+    master: str, events: Events, new_key: Callable[[], str]
+) -> None:
+    target, drafter = Model(master, f"{new_key()}/target"), Model(master, f"{new_key()}/drafter")
     target.fill(1.5)
     drafter.fill(2.5)
     async with target.open() as kv, drafter.open() as its:
