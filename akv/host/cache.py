@@ -14,12 +14,15 @@ from akv.host.pages import Block
 from akv.host.quarantine import Quarantine
 from akv.host.reuse import Blocks, resumable_blocks
 from akv.host.sequence import PagedSequence
+from akv.host.trimming import LocalReuse, check_local_reuse
 from akv.host.window_pool import WindowPool, WindowTable
 from akv.plan.tokens import TOKEN_BYTES, Tokens, encode_confirmed
 from akv.units import PageIndex
 from akv.values.messages import PagesPerGroup
 from akv.values.scope import EMPTY_SCOPE, Scope
 from akv.values.settings import DEFAULT_REWIND_TOKENS
+
+_WHOLE_BLOCKS = LocalReuse()
 
 
 class PagedCache:
@@ -37,6 +40,7 @@ class PagedCache:
         retention_tokens: int | None = None,
         chunk_tokens: int | None = None,
         lookahead_tokens: int = 0,
+        local_reuse: LocalReuse = _WHOLE_BLOCKS,
     ) -> None:
         """`page_counts`: pages in each layer group's cache, in the order of the layout.
 
@@ -48,6 +52,8 @@ class PagedCache:
         are booked whole, like full attention.
         `lookahead_tokens`: L, tokens behind a block that the KV of a drafter in it depends on: `EngineCapabilities.lookahead`.
         A block is shared only with sequences that have these in common too, as its name in the pool says (K2).
+
+        `local_reuse`: where a match may end, `akv.host.local_reuse("off", reads=True)` say.
 
         Raises SettingsError (fault of the embedding engine).
         """
@@ -63,6 +69,8 @@ class PagedCache:
             raise SettingsError("chunk_tokens", chunk_tokens, "a pass computes at least one token", "Use None for no bound.")
         if lookahead_tokens < 0:
             raise SettingsError("lookahead_tokens", lookahead_tokens, "there are no fewer tokens", "Use 0 for no drafter.")
+        check_local_reuse(local_reuse, tokens_per_block)
+        self._local_reuse = local_reuse
         self.tokens_per_block = tokens_per_block
         self.lookahead_tokens = lookahead_tokens
         self.page_counts = tuple(page_counts)
@@ -118,15 +126,16 @@ class PagedCache:
         )
 
     def match(self, tokens: Tokens, scope: Scope = EMPTY_SCOPE) -> int:
-        """How many tokens `admit()` would find computed at this moment, a multiple of T. Takes no hold.
+        """How many tokens `admit()` would find computed at this moment. Takes no hold.
 
         At most floor((n - 1)/T) blocks count, so at least one token is left to compute: its logits are what is asked for. With
         a lookahead of L tokens at most floor((n - L)/T): behind these nobody knows yet what a drafter's KV depends on.
         With window groups it is the latest end at which they have their sinks and their window (W2), possibly none.
-        A match that ends inside a block is rounded down to its start: pages are shared whole, and offers start on blocks (L1).
+        A multiple of T, since pages are shared whole, and offers start on blocks (L1); unless `local_reuse` lets it end inside
+        a block, whose page is copied then (`PagedSequence.copies`).
         Raises TokenError for a token outside int64.
         """
-        return len(self._match(bytes(encode_confirmed(tokens, 0)), scope)) * self.tokens_per_block
+        return self._match(bytes(encode_confirmed(tokens, 0)), scope)[1]
 
     def admit(
         self,
@@ -157,15 +166,18 @@ class PagedCache:
         if not 0 < length <= assured:
             raise EngineContractError(f"a sequence of {length} tokens cannot be admitted for {assured}")
         reuse = reuse and scope.media is not None
-        matched = self._match(encoded, scope) if reuse else []
-        blocks, all_blocks = max(self.blocks_for(capacity_tokens), len(matched)), self.blocks_for(assured)
+        chain, local_tokens = self._match(encoded, scope) if reuse else ([], 0)
+        whole = local_tokens // self.tokens_per_block
+        matched, begun = chain[:whole], chain[whole:]
+        blocks, all_blocks = max(self.blocks_for(capacity_tokens), len(chain)), self.blocks_for(assured)
         bookings = [_booking(pool, all_blocks, len(matched)) for pool in self._holdings.pools]
         if any(booking > pool.unbooked for booking, pool in zip(bookings, self._holdings.pools, strict=True)):
             return None
-        self._holdings.hold(matched)  # before taking: what is about to be shared must not be evicted for the rest
-        fresh = self._holdings.take(blocks - len(matched), beside=all_blocks - blocks)
+        fresh = self._take(matched, begun, blocks - whole, all_blocks - blocks)
+        if fresh is None and begun:
+            begun, local_tokens = [], whole * self.tokens_per_block
+            fresh = self._take(matched, begun, blocks - whole, all_blocks - blocks)
         if fresh is None:
-            self._holdings.let_go(matched)
             return None
         tables = [WindowTable(pool, booked) for pool, booked in zip(self._holdings.pools, bookings, strict=True)]
         for table in tables:
@@ -178,6 +190,8 @@ class PagedCache:
             scope,
             encoded,
             matched,
+            begun,
+            local_tokens,
             fresh,
             tables,
             reuse=reuse,
@@ -204,12 +218,29 @@ class PagedCache:
         """What is inconsistent, in words; empty when all is well. Walks everything: for tests and for post-mortems."""
         return inconsistencies(self._holdings)
 
-    def _match(self, encoded: bytes, scope: Scope) -> list[Block]:
-        blocks = Blocks(self.tokens_per_block, self.lookahead_tokens)
-        tokens = len(encoded) // TOKEN_BYTES
-        most = min((tokens - 1) // self.tokens_per_block, blocks.named(tokens))
+    def _take(self, matched: list[Block], begun: list[Block], blocks: int, beside: int) -> list[Block] | None:
+        """Hold what is shared and copied from, and take the rest; None, and nothing is held, if that is not there.
+
+        Without `begun` it may be: else a sequence as large as the cache would wait for ever for the page that it copies from.
+        """
+        shared = matched + begun
+        self._holdings.hold(shared)  # before taking: what is about to be shared must not be evicted for the rest
+        fresh = self._holdings.take(blocks, beside=beside)
+        if fresh is None:
+            self._holdings.let_go(shared)
+        return fresh
+
+    def _match(self, encoded: bytes, scope: Scope) -> tuple[list[Block], int]:
+        """The blocks of a match, and its tokens: fewer than these blocks hold if it ends inside the last one (P3)."""
+        blocks, size = Blocks(self.tokens_per_block, self.lookahead_tokens), self.tokens_per_block
+        length = len(encoded) // TOKEN_BYTES
+        most = min((length - 1) // size, blocks.named(length))
         chain = self._holdings.tree.match(scope, [blocks.key(encoded, number) for number in range(most)])
-        return chain[: resumable_blocks(chain, [pool.rule for pool in self._holdings.pools])]
+        tokens = self._local_reuse.trimmed(len(chain) * size, size)
+        if self._holdings.pools:  # a window's page is read whole from where the sequence resumes
+            end = resumable_blocks(chain[: tokens // size], [pool.rule for pool in self._holdings.pools])
+            tokens = self._local_reuse.aligned(end * size, size)
+        return chain[: self.blocks_for(tokens)], tokens
 
 
 def _booking(pool: WindowPool, capacity_blocks: int, local_blocks: int) -> int:

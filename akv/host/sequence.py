@@ -68,13 +68,15 @@ class PagedSequence(Hold):
         scope: Scope,
         encoded: bytes,
         matched: list[Block],
+        begun: list[Block],
+        local_tokens: int,
         fresh: list[Block],
         tables: list[WindowTable],
         *,
         reuse: bool,
         booked_blocks: int,
     ) -> None:
-        super().__init__(holdings, quarantine, matched + fresh, tables)
+        super().__init__(holdings, quarantine, matched + begun + fresh, tables)
         holdings.book(self._holder, booked_blocks)
         self._cut = blocks
         self._tokens_per_block = blocks.tokens_per_block
@@ -85,8 +87,11 @@ class PagedSequence(Hold):
         #: The tree's block for each whole block committed so far. Not always ours: when two sequences compute equal tokens
         #: at the same time, the first one's block stands in the tree and ours stays private.
         self._path = list(matched)
-        #: Tokens found computed at admission, a multiple of T.
-        self.local_tokens = len(matched) * self._tokens_per_block
+        #: Tokens found computed at admission.
+        self.local_tokens = local_tokens
+        #: A match that ends inside a block: for each layer group the page to copy from, which stays what it is until release,
+        #: and the page of ours to copy to, before the first pass. Empty as a rule.
+        self.copies = tuple(zip(begun[0].pages, fresh[0].pages, strict=True)) if begun else ()
         #: Tokens whose KV is known to lie in the pages.
         self.computed_tokens = self.local_tokens
         #: Tokens up to which window groups have pages.
