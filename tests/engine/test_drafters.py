@@ -1,6 +1,6 @@
 """Beside a drafter: pages that depend on the token behind them, drafts that are taken back, and what of it is saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 
+from akv.values.requests import Scheduled
 from akv_testing.engine import (
     TINY,
     TINY_DRAFTER,
@@ -132,6 +133,28 @@ async def test_S1_K2_what_was_drafted_and_rejected_is_in_no_page_of_the_pool(
     for group, ours, theirs in zip(config.groups, hit.page_digests, clean.page_digests, strict=True):
         assert all(a == b for a, b in zip(ours, theirs, strict=True) if a and b)
         assert all(ours) or group.window_tokens
+
+
+@each_drafter
+async def test_S1_akv_is_told_what_is_drafted_and_goes_on_behind_what_was_confirmed(
+    name: str, served: OpenServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(config_of(MODELS[name]), FakeStore(anyio.current_time), weights=WEIGHTS[name]) as computing:
+        told: list[Scheduled] = []
+        plan_pass = computing.kv.plan_pass
+
+        def plan(scheduled: Iterable[Scheduled]) -> Any:
+            parts = list(scheduled)
+            told.extend(parts)
+            return plan_pass(parts)
+
+        monkeypatch.setattr(computing.kv, "plan_pass", plan)
+        result = await computing.engine.generate("r", TOKENS, max_new_tokens=NEW)
+    decoding = [part for part in told if part.computed_before >= len(TOKENS)]
+    # The prompt's last pass gives a token, and so does each of these, beside the drafts that it confirms.
+    assert len(decoding) == NEW - 1 - result.drafts_accepted
+    assert {part.tokens for part in decoding} == {1}
+    assert sum(part.draft_tokens for part in decoding) == result.drafts_accepted + result.drafts_rejected
 
 
 @pytest.mark.parametrize("name", ["shared pages", "own group beside windows"])
