@@ -159,7 +159,9 @@ async def test_M3_a_copy_into_the_ring_that_hangs_counts_in_the_quarantine() -> 
         async with anyio.create_task_group() as group:
             group.start_soon(kv.after_forward, plan)
             await gate.reached()
-            await request.cancel()
+            # It returns when the copies are queued.
+            group.start_soon(request.cancel)
+            await anyio.sleep(0.01)
             gate.release()
         await anyio.sleep(0.01)
         ring = kv.pressure().ring
