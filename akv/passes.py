@@ -77,7 +77,8 @@ class Passes:
             record = self._scheduled(item, seen)
             part = self._reader.read(record, item, ahead.get(record.incarnation, ()))
             parts.append(part)
-            windows += self._window_saves(part, item)
+            if saves_now:
+                windows += self._window_saves(part)
             if saves_now and most:
                 looked_at, order = self._requests.listing.some_blocks(record, part.end, part.tail, part.first, now, most)
                 most -= looked_at
@@ -100,9 +101,9 @@ class Passes:
                 ahead.setdefault(part.incarnation, []).append(part)
         return ahead
 
-    def _window_saves(self, part: Part, item: Scheduled) -> list[SaveOrder]:
+    def _window_saves(self, part: Part) -> list[SaveOrder]:
         """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""
-        order = self._requests.listing.windows(part.record, part.closing if self._saves() else (), snapshot=True)
+        order = self._requests.listing.windows(part.record, part.closing, snapshot=True)
         return [] if order is None else [order]
 
     def _saves_again(self, part: Part, item: Scheduled) -> SaveOrder | None:

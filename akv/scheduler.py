@@ -68,7 +68,7 @@ class SchedulerHalf:
         self._tokens_per_block = layout.tokens_per_block
         windows, ahead = window_groups(layout.groups), capabilities.lookahead
         hashing = Hashing(layout.tokens_per_block, ahead, settings.key_format, settings.key_secret.encode())
-        self._page_counts = ports.device.page_counts
+        self._page_counts = counts = ports.device.page_counts
         recent = RecentChains(settings.recent_chains_tokens)
         self._negative = NegativeKeys(len(layout.groups), settings.negative_ttl_s)
         self._lookup = LookupParts(
@@ -89,7 +89,6 @@ class SchedulerHalf:
             gate=gate,
         )
         self._ended = ended
-        counts = self._page_counts
         #: What it expects of a worker half (D1).
         self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
         kept = capabilities.window_retention_tokens

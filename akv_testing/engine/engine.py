@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 #: Seconds that a leaving request waits at most for akv to let go of its pages. Past it they stay out of use: a page that
 #: something may still read is worth less than one that is lost.
 RELEASE_GRACE_S = 30.0
+#: Why loads fail that waited for the holder of a page in vain: it stands still, or has gone.
+SLOW_FAILURES = frozenset({"deadline", "holder_lost"})
 
 
 class EngineClosed(Exception):
@@ -195,11 +197,12 @@ class Engine:
     def _restart(self, job: Job, failure: LoadFailed) -> None:
         """Nothing of what the load was to bring counts, and it may have brought a part: give the pages back uncommitted (D3).
 
-        akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end. What a deadline ended
-        may be offered again, since nobody knows which page it was.
+        akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end. Where the holder of a
+        page stands still or has gone (`SLOW_FAILURES`) it is not asked again: the rest of what it held would be offered once
+        more, for another wait of seconds.
         """
         job.load_failure = failure.reason
-        job.asks_pool = failure.reason != "deadline"
+        job.asks_pool = failure.reason not in SLOW_FAILURES
         job.failed_loads += 1
         self._admission.quarantine.name(job.request_id, failure.quarantined)
         self._admission.release(job)

@@ -99,7 +99,7 @@ class Job:
         self.lookup_outcome = ""
         self.load_failure = ""
         self.failed_loads = self.preemptions = 0
-        #: Whether the pool is asked. Not any more after a load that took its whole deadline: one such wait is enough.
+        #: Whether the pool is asked. Not any more after a load that waited for a holder in vain: one such wait is enough.
         self.asks_pool = True
         self.logits: list[Tensor] = []
         self.page_digests: tuple[tuple[bytes, ...], ...] = ()

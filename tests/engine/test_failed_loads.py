@@ -91,6 +91,20 @@ async def test_D3_one_wait_for_a_load_deadline_is_enough(fine: EngineConfig, ser
         await nothing_is_left(fresh)
 
 
+async def test_D3_whose_holder_has_gone_is_not_asked_for_the_rest_of_what_it_held(
+    fine: EngineConfig, served: OpenServed, assert_same: Same
+) -> None:
+    store, cold = await stored(served, fine)
+    async with served(fine, store) as fresh:
+        # What came before it arrived, so that much would be offered again.
+        fresh.pool.answer("get", KeyState.HOLDER_LOST, skip=2)
+        hurt = await ask(fresh.engine, "hurt")
+        assert (hurt.failed_loads, hurt.load_failure, hurt.from_pool_tokens) == (1, KeyState.HOLDER_LOST, 0)
+        assert len(calls(fresh, "get")) == 1
+        assert_same(hurt, cold)
+        await nothing_is_left(fresh)
+
+
 @pytest.mark.parametrize("block", [0, 2, 4])
 async def test_D3_H4_eviction_between_lookup_and_load(
     fine: EngineConfig, served: OpenServed, assert_same: Same, block: int
