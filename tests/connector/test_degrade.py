@@ -65,7 +65,9 @@ async def test_O8_the_load_whose_loader_crashed_fails_and_computing_goes_on(monk
             await load.wait()
         assert (failed.value.reason, failed.value.key) == ("degraded", "")
         server.free(table)
-        assert (await kv.open_request("again", TOKENS).lookup()).outcome is LookupOutcome.DEGRADED
+        again = kv.open_request("again", LONG)
+        assert (await again.lookup()).outcome is LookupOutcome.DEGRADED
+        assert not again._record.chain.hash_up_to(0), "nothing is hashed for a pool that is not asked"
     assert server.left_behind() == []
 
 
