@@ -171,7 +171,7 @@ class Engine:
 
         False if the load failed: the request has given its pages back and starts again.
         """
-        if job.request is None or not job.asks_pool:
+        if job.request is None:
             return True
         began = anyio.current_time()
         offer = await job.request.lookup(sequence.local_tokens)
@@ -180,7 +180,8 @@ class Engine:
             job.lookup_s += asked - began
             job.lookup_outcome = offer.outcome
         resume = sequence.local_tokens + offer.tokens
-        if not offer.tokens or not sequence.grow(resume) or not sequence.prepare_load(resume):
+        # Asked in any case: it also tells akv of the local match, which may be longer than the one before a load that failed.
+        if not job.takes_offers or not offer.tokens or not sequence.grow(resume) or not sequence.prepare_load(resume):
             return True
         job.read_tables()
         load = job.request.reserve(offer, offer.tokens, job.tables)
@@ -198,11 +199,11 @@ class Engine:
         """Nothing of what the load was to bring counts, and it may have brought a part: give the pages back uncommitted (D3).
 
         akv offers that no more, and nothing at all after `max_load_attempts`, so this comes to an end. Where the holder of a
-        page stands still or has gone (`SLOW_FAILURES`) it is not asked again: the rest of what it held would be offered once
-        more, for another wait of seconds.
+        page stands still or has gone (`SLOW_FAILURES`) nothing is loaded any more: the rest of what it held would be
+        offered once more, for another wait of seconds.
         """
         job.load_failure = failure.reason
-        job.asks_pool = failure.reason not in SLOW_FAILURES
+        job.takes_offers = failure.reason not in SLOW_FAILURES
         job.failed_loads += 1
         self._admission.quarantine.name(job.request_id, failure.quarantined)
         self._admission.release(job)

@@ -99,8 +99,8 @@ class Job:
         self.lookup_outcome = ""
         self.load_failure = ""
         self.failed_loads = self.preemptions = 0
-        #: Whether the pool is asked. Not any more after a load that waited for a holder in vain: one such wait is enough.
-        self.asks_pool = True
+        #: Whether it loads what it is offered. Not any more after a load that waited for a holder in vain: one wait is enough.
+        self.takes_offers = True
         self.logits: list[Tensor] = []
         self.page_digests: tuple[tuple[bytes, ...], ...] = ()
         self.queue_s = self.lookup_s = self.load_s = self.ttft_s = 0.0
