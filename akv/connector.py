@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from anyio import create_task_group
 
 from akv import observe
-from akv.errors import ConnectorBroken, NotOpenError, SettingsError
+from akv.errors import AkvError, ConnectorBroken, NotOpenError, SettingsError
 from akv.flow.release import ended_with_block
 from akv.halves import Halves
 from akv.plan.integrity import trailer_bytes
@@ -47,6 +47,16 @@ class Connector:
         run.
         """
         return self._halves.changed
+
+    @property
+    def settings(self) -> Settings:
+        """What it was opened with, checked and complete."""
+        return self._halves.settings
+
+    @property
+    def failure(self) -> AkvError | None:
+        """Why it can be used no more: ConnectorBroken, or NotOpenError after its block; None while it can. From any thread."""
+        return self._halves.latch.failure
 
     def open_request(
         self,

@@ -30,6 +30,11 @@ class HealthLatch:
         """Whether the connector can no longer be used."""
         return self._reason is not None
 
+    @property
+    def failure(self) -> AkvError | None:
+        """What `check()` raises in every thread; None while it depends on the thread."""
+        return None if self._reason is None else self._reason()
+
     def on_trip(self, listener: Callable[[], None]) -> None:
         """Call `listener` once when the latch trips, so that whoever waits wakes and asks `check()`."""
         self._listeners.append(listener)
