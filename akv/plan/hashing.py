@@ -5,10 +5,12 @@ dict order): another server computes the same bytes, or nothing is shared.
 `akv/plan/identity.py` makes the chains of a server.
 """
 
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
+from typing import SupportsIndex
 
 from akv.errors import TokenError
 from akv.plan.media import frame
@@ -48,7 +50,9 @@ def scope_seed(scope: Scope, *, media: Sequence[Media] = (), lookahead: int = 0,
     that cannot be hashed. The salt is not quoted.
     """
     state = hash_state(secret)
-    state.update(frame(_utf8("salt", scope.salt or "")) + frame(b"" if scope.lora is None else _encoded_lora(scope.lora)))
+    # Not `scope.salt or ""`: a tenant's number is no salt, and that of tenant 0 would pass for none.
+    salt = "" if scope.salt is None else scope.salt
+    state.update(frame(_utf8("salt", salt)) + frame(b"" if scope.lora is None else _encoded_lora(scope.lora)))
     for item in media:
         state.update(frame(item.digest))
     if not lookahead:
@@ -61,9 +65,10 @@ def scope_seed(scope: Scope, *, media: Sequence[Media] = (), lookahead: int = 0,
 def _encoded_lora(lora: Lora) -> bytes:
     if not isinstance(lora, Lora):
         raise TokenError(f"the lora of the request's scope is an akv.Lora, not a {type(lora).__name__}; nothing was opened")
-    if type(lora.id) is not int or not -(2**63) <= lora.id < 2**63:
+    number = None if isinstance(lora.id, bool) or not isinstance(lora.id, SupportsIndex) else operator.index(lora.id)
+    if number is None or not -(2**63) <= number < 2**63:
         raise TokenError("the id of the scope's LoRA adapter is an integer of 64 bits; nothing was opened")
-    return struct.pack("<q", lora.id) + _utf8("revision of the LoRA adapter", lora.revision)
+    return struct.pack("<q", number) + _utf8("revision of the LoRA adapter", lora.revision)
 
 
 def _utf8(what: str, text: object) -> bytes:

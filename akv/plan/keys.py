@@ -70,6 +70,8 @@ _FIXES = {
 
 def spelt(field: str, text: str, key_format: str = "akv") -> str:
     """How a part of a key is written: `field` is "namespace", "model_key" or "revision". Raises as `model_part` does."""
+    if not isinstance(text, str):
+        raise SettingsError(field, text, f"it is a {type(text).__name__}, not a str", _FIXES[field])
     if not text.strip():
         raise SettingsError(field, text, "it is part of every page's key and must not be empty", _FIXES[field])
     try:

@@ -23,7 +23,8 @@ def check_media(media: object) -> tuple[Media, ...]:
     Raises TokenError (fault of the caller of this request) naming the first item that is not, by its place in the list, and
     never its digest.
     """
-    if not isinstance(media, Sequence) or not all(isinstance(item, Media) for item in media):
+    # An empty text would pass for no media, whatever it was to say.
+    if not isinstance(media, Sequence) or isinstance(media, str | bytes) or not all(isinstance(item, Media) for item in media):
         raise TokenError(
             f"the media of a scope are a tuple of akv.Media, not {_kind(media)}; nothing was opened. Say () where there are "
             "none, and None where nobody knows their digests"

@@ -1,5 +1,7 @@
 """What a page is: layer groups, their regions, their size. Whatever changes the bytes of a page is a field here (K4)."""
 
+from typing import NoReturn
+
 import msgspec
 
 from akv.errors import SettingsError
@@ -75,6 +77,7 @@ def check_layout(layout: Layout) -> None:
     """
     if not isinstance(layout, Layout):
         raise SettingsError("layout", type(layout).__name__, "it is no akv.Layout", "Describe the engine's KV cache with one.")
+    _check_types("", layout)
     if layout.tokens_per_block < 1:
         _refuse(
             "tokens_per_block", layout.tokens_per_block, "a block holds at least one token", "Use the engine's block size."
@@ -116,6 +119,38 @@ def check_layout(layout: Layout) -> None:
             )
 
 
+def _check_types(at: str, struct: msgspec.Struct) -> None:
+    """A struct's constructor checks nothing, and the fingerprint is taken of what stands in it.
+
+    So 4.0 or True in the place of 4 or 1 would give equal layouts different keys, and numpy's integers none at all.
+    """
+    for field in msgspec.structs.fields(struct):
+        where, value = f"{at}{field.name}", getattr(struct, field.name)
+        if field.type is int or field.type is str:
+            _check_plain(where, value, field.type)
+            continue
+        kind = field.type.__args__[0]
+        if not isinstance(value, tuple | list):
+            _refuse(where, type(value).__name__, "it is no tuple", f"Use a tuple of {kind.__name__}.")
+        for index, item in enumerate(value):
+            # A region is called by its name in errors, where it has one.
+            if kind is int:
+                _check_plain(f"{where}[{index}]", item, int)
+            elif isinstance(item, kind):
+                _check_types(f"{where}[{index}].", item)
+            else:
+                _refuse(f"{where}[{index}]", type(item).__name__, f"it is no akv.{kind.__name__}", "Describe it with one.")
+
+
+def _check_plain(where: str, value: object, kind: type) -> None:
+    if type(value) is not kind:
+        _refuse(where, value, f"its type is {type(value).__name__}, not {kind.__name__}", f"Use a plain {kind.__name__}.")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        _refuse(where, value, "it is outside the range of int64", "Use the size that the engine's cache has.")
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        _refuse(where, value, "it is not valid Unicode (a lone surrogate)", "Write it anew.")
+
+
 def _check_attention(at: str, group: LayerGroup) -> None:
     if group.attention not in ("full", "sliding_window"):
         _refuse(
@@ -137,5 +172,5 @@ def _check_attention(at: str, group: LayerGroup) -> None:
         )
 
 
-def _refuse(field: str, value: object, why: str, fix: str) -> None:
+def _refuse(field: str, value: object, why: str, fix: str) -> NoReturn:
     raise SettingsError(f"layout.{field}", value, why, fix)

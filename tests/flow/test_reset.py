@@ -195,8 +195,8 @@ async def test_K8_pages_of_a_failed_get_are_asked_for_again_under_the_new_name()
         assert (await kv.open_request("s", TOKENS).lookup()).tokens == 16
 
 
-@pytest.mark.parametrize("revision", ["", " ", "\ud800"])
-async def test_K8_a_reset_needs_a_name_that_can_stand_in_a_key(revision: str) -> None:
+@pytest.mark.parametrize("revision", ["", " ", "\ud800", 2, b"r2", None])
+async def test_K8_a_reset_needs_a_name_that_can_stand_in_a_key(revision: Any) -> None:
     server = serving("r1")
     async with server.open() as kv:
         request = kv.open_request("r", TOKENS)

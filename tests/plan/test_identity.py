@@ -1,9 +1,11 @@
 """What a chain begins on and what its blocks cover: scopes, media, lookahead, secrets (K1, K2, K5, X2)."""
 
+import enum
 import hashlib
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +192,19 @@ def test_K1_a_revision_of_an_adapter_is_none_if_empty_and_another_adapter_else()
     assert len(set(seeds)) == 5
 
 
+def test_K1_equal_scopes_have_equal_seeds_whatever_types_their_numbers_and_texts_have() -> None:
+    class Tenant(enum.StrEnum):
+        A = "a"
+
+    plain = Scope(salt="a", lora=Lora(7, "r"), media=(image(4, 2),))
+    typed = Scope(
+        salt=Tenant.A,
+        lora=Lora(np.int64(7), np.str_("r")),  # type: ignore[arg-type]
+        media=[image(np.int32(4), np.uint64(2))],  # type: ignore[arg-type]
+    )
+    assert hashes(Hashing(4), plain, [0] * 12) == hashes(Hashing(4), typed, [0] * 12)
+
+
 def test_X2_a_secret_keys_seed_and_every_block() -> None:
     plain, one, other = (Hashing(4, 1, "akv", secret) for secret in (b"", b"one", b"other"))
     assert len({hashing.seed(EMPTY_SCOPE) for hashing in (plain, one, other)}) == 3
@@ -204,6 +219,13 @@ def test_X2_a_secret_keys_seed_and_every_block() -> None:
     [
         (Scope(salt="hidden\udc80"), "salt of the request's scope is not valid Unicode"),
         (Scope(salt=b"hidden"), "salt .* is text, not a bytes"),  # type: ignore[arg-type]
+        # What is false is no salt, and none: tenant 0 would share everybody's pages.
+        (Scope(salt=0), "salt .* is text, not a int"),  # type: ignore[arg-type]
+        (Scope(salt=False), "salt .* is text, not a bool"),  # type: ignore[arg-type]
+        (Scope(salt=b""), "salt .* is text, not a bytes"),  # type: ignore[arg-type]
+        (Scope(media=""), "a tuple of akv.Media, not a str"),  # type: ignore[arg-type]
+        (Scope(media=b""), "a tuple of akv.Media, not 0 bytes"),  # type: ignore[arg-type]
+        (Scope(lora=0), "is an akv.Lora, not a int"),  # type: ignore[arg-type]
         (Scope(lora=7), "is an akv.Lora, not a int"),  # type: ignore[arg-type]
         (Scope(lora=Lora(2**63)), "an integer of 64 bits"),
         (Scope(lora=Lora(True)), "an integer of 64 bits"),

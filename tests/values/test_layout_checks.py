@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +48,41 @@ def test_K4_a_page_is_its_regions_and_a_slot_holds_the_largest() -> None:
 )
 def test_K4_a_layout_that_can_be_served_is_taken(layout: Layout) -> None:
     check_layout(layout)
+
+
+class Name(str):
+    """Text that msgspec writes as none."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (msgspec.structs.replace(LAYOUT, tokens_per_block=32.0), "layout.tokens_per_block"),
+        (msgspec.structs.replace(LAYOUT, world=True), "layout.world"),
+        (msgspec.structs.replace(LAYOUT, groups=GROUP), "layout.groups"),
+        (msgspec.structs.replace(LAYOUT, groups=(GROUP, "g")), "layout.groups[1]"),
+        (with_group(layers=range(3)), "layout.groups[1].layers"),
+        (with_group(layers=(0, np.int64(1))), "layout.groups[1].layers[1]"),
+        (with_group(kv_heads=np.int64(4)), "layout.groups[1].kv_heads"),
+        (with_group(kv_heads=2**63), "layout.groups[1].kv_heads"),
+        (with_group(dtype=np.dtype("float32")), "layout.groups[1].dtype"),
+        (with_group(dtype=Name("bfloat16")), "layout.groups[1].dtype"),
+        (with_group(dtype="\ud800"), "layout.groups[1].dtype"),
+        (with_group(quantisation=None), "layout.groups[1].quantisation"),
+        (with_group(window_tokens=False), "layout.groups[1].window_tokens"),
+        (with_group(regions=(Region(name=0, bytes_per_page=1),)), "layout.groups[1].regions[0].name"),  # type: ignore[arg-type]
+        (
+            with_group(regions=(Region(name="k", bytes_per_page=1.0),)),  # type: ignore[arg-type]
+            "layout.groups[1].regions[0].bytes_per_page",
+        ),
+    ],
+)
+def test_K4_what_would_give_an_equal_layout_another_fingerprint_or_none_is_refused(layout: Layout, field: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        check_layout(layout)
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(
