@@ -30,16 +30,19 @@ class SealedPool:
         return self._pool.probe(keys)
 
     def get(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
-        """As the port says, and DAMAGED for a value whose trailer is not its page's. Such a value is removed, whoever put it:
-        each of its readers would fail, and no put could replace it.
+        """As the port says, and DAMAGED for a value whose trailer is not its page's, and for one of another size: that stands
+        in the key. Such a value is removed, whoever put it: each of its readers would fail, and no put could replace it.
         """
         answers = self._pool.get(keys, buffer, offsets, [size + TRAILER_BYTES for size in sizes])
         view = buffer.view()
         damaged = [
             index
             for index, (key, at, size, answer) in enumerate(zip(keys, offsets, sizes, answers, strict=False))
-            if answer.state is KeyState.OK
-            and trailer(key, view[at : at + size], self._secret) != view[at + size : at + size + TRAILER_BYTES]
+            if answer.state is KeyState.WRONG_SIZE
+            or (
+                answer.state is KeyState.OK
+                and trailer(key, view[at : at + size], self._secret) != view[at + size : at + size + TRAILER_BYTES]
+            )
         ]
         if damaged:
             self._pool.remove([keys[index] for index in damaged])

@@ -70,6 +70,10 @@ def overwrite(server: FakeServer, kind: str, *, forge: str) -> str:
     if forge == "another key's value":
         other = server.keys_of(TOKENS)[group][0]
         value = bytearray(server.store.value(other) or b"")
+    elif forge == "a longer value":
+        value += b"x"
+    elif forge == "a shorter value":
+        del value[-1]
     else:
         value[0] ^= 1
     if forge == "a checksum" and kind != "off":
@@ -95,6 +99,21 @@ async def test_S11_checksum_and_mac_find_a_page_that_another_client_overwrote_an
     # Removed, lease or not: it would fail every load, and no put could replace it.
     assert server.store.value(key) is None
     assert "hunter2" not in str(events)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forge", ["a longer value", "a shorter value"])
+async def test_S11_X4_a_value_of_another_size_fails_its_load_and_is_removed_where_pages_are_recognised(
+    kind: str, forge: str
+) -> None:
+    server = FakeServer.warm(TOKENS, **KINDS[kind])
+    key = overwrite(server, kind, forge=forge)
+    with capture_logs() as events:
+        assert await loaded(server) == ("wrong_size" if kind == "off" else "damaged", [])
+    told = [event["pages"] for event in events if event["event"] == "akv.pages.damaged"]
+    assert told == ([] if kind == "off" else [1])
+    # Else it would fail every load, and no put could replace it.
+    assert (server.store.value(key) is None) is (kind != "off")
 
 
 async def test_S11_L8_what_was_damaged_is_computed_again_and_its_put_makes_it_whole() -> None:
