@@ -29,7 +29,8 @@ class Door:
         """
         if not isinstance(request_id, str):
             raise EngineContractError(
-                f"a request's id is a str, not {request_id!r}: it travels in messages and stands in events"
+                # Not quoted: where arguments were exchanged this is the prompt (X6).
+                f"a request's id is a str, not a {type(request_id).__name__}: it travels in messages and stands in events"
             )
         chain = self._hashing.chain(scope, tokens)
         excluded = LookupOutcome.NOT_READING if dummy else self._excluded(scope)

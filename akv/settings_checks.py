@@ -120,11 +120,13 @@ def _build(kind: type[Any], source: object, *, at: str) -> Any:
     if isinstance(source, kind):
         source = {name: getattr(source, name) for name in kind.__struct_fields__}
     if not isinstance(source, Mapping):
-        raise Refused(at or "settings", source, f"expected names and values, got {_kind_of(source)}", "Give a mapping.")
+        # What stands for a whole tree may hold its secrets, in whatever form (X6).
+        found = source if at else HIDDEN
+        raise Refused(at or "settings", found, f"expected names and values, got {_kind_of(source)}", "Give a mapping.")
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     for name in source:
         if name not in fields:
-            _refuse_unknown(_dotted(at, str(name)), source[name])
+            _refuse_unknown(_dotted(at, str(name)))
     values: dict[str, Any] = {}
     for name, field in fields.items():
         where = _dotted(at, name)
@@ -166,10 +168,11 @@ def _size_from_text(text: str, where: str) -> int:
     )
 
 
-def _refuse_unknown(where: str, value: object) -> NoReturn:
+def _refuse_unknown(where: str) -> NoReturn:
     # Compared without the path, so that a right name at the wrong level ("segment_bytes") finds its place too.
     known = {_last(name): name for name, _ in setting_types()}
-    raise Refused(where, value, "there is no such setting", closest(_last(where), known))
+    # Nobody needs the value to find the right name, and it may be a secret under a misspelt one (X6).
+    raise Refused(where, HIDDEN, "there is no such setting", closest(_last(where), known))
 
 
 def _last(dotted: str) -> str:

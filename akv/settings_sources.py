@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 import msgspec
 
 from akv.settings_checks import BINARY_SUFFIXES, Refused, closest, is_section, setting_types
+from akv.values.hidden import HIDDEN
 
 #: What every environment variable of akv begins with.
 PREFIX = "AKV_"
@@ -107,7 +108,8 @@ def layer_of_variables(environ: Mapping[str, str]) -> Layer:
         name, kind = known.get(variable, ("", None))
         if not name:
             fix = closest(variable, {other: other for other, (_, kind) in known.items() if not is_section(kind)})
-            raise Refused(variable, environ[variable], "akv knows no such variable", f"{fix} Else unset it.").error()
+            # As of unknown settings the value is not shown: a secret under a misspelt name is one all the same (X6).
+            raise Refused(variable, HIDDEN, "akv knows no such variable", f"{fix} Else unset it.").error()
         if is_section(kind):
             fix = f"Set its fields one by one: {', '.join(variable_of(field) for field in _fields_of(name))}."
             raise Refused(variable, environ[variable], "it names a section of settings", fix).error()

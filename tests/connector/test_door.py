@@ -60,8 +60,16 @@ async def test_L6_page_tables_that_are_none_are_refused() -> None:
 async def test_a_request_id_is_a_str() -> None:
     server = FakeServer()
     async with server.open() as kv:
-        with pytest.raises(EngineContractError, match="id is a str, not 5"):
+        with pytest.raises(EngineContractError, match="id is a str, not a int"):
             kv.open_request(5, TOKENS)  # type: ignore[arg-type]
+
+
+async def test_X6_a_prompt_in_the_place_of_an_id_is_not_quoted() -> None:
+    server = FakeServer()
+    async with server.open() as kv:
+        with pytest.raises(EngineContractError) as refused:
+            kv.open_request([771177], "r")  # type: ignore[arg-type]
+        assert "771177" not in str(refused.value)
 
 
 async def test_a_layout_is_a_layout() -> None:

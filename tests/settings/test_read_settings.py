@@ -15,6 +15,7 @@ from akv.errors import SettingsError
 from akv.settings import DEFAULT, Settings, explain_settings, read_settings
 from akv.settings_checks import is_section, setting_types
 from akv.settings_sources import layer_of_mapping, layer_of_variables, merge, variable_of
+from akv.values.hidden import HIDDEN
 
 NAMES = [name for name, kind in setting_types() if not is_section(kind)]
 LEAST = {"AKV_MODEL_KEY": "m", "AKV_POOL": "embedded"}
@@ -163,14 +164,23 @@ def test_O5_what_a_variable_cannot_mean_is_refused_by_the_settings_name_and_the_
         ("AKV_LOADER", "AKV_LOADERS"),
         ("AKV_STORE_MASTER_ADDRESS", "AKV_STORE__MASTER_ADDRESS"),
         ("AKV_CONFIGS", "AKV_"),
-        ("AKV_STORE", "AKV_STORE__SEGMENT_BYTES"),
         ("AKV_QQ", "AKV_MODEL_KEY"),
+        ("AKV_KEY_SECERT", "AKV_KEY_SECRET"),
     ],
 )
-def test_O5_an_unknown_variable_is_refused_with_the_closest_known_one(variable: str, close: str) -> None:
-    error = refused(environ={**LEAST, variable: "x"})
-    assert (error.field, error.value) == (variable, "x")
+def test_O5_X6_an_unknown_variable_is_refused_with_the_closest_known_one_and_its_value_not_quoted(
+    variable: str, close: str
+) -> None:
+    error = refused(environ={**LEAST, variable: "hunter2"})
+    assert (error.field, error.value) == (variable, HIDDEN)
     assert close in error.fix
+    assert "hunter2" not in str(error)
+
+
+def test_O5_a_variable_of_a_section_is_refused_with_those_of_its_fields() -> None:
+    error = refused(environ={**LEAST, "AKV_STORE": "x"})
+    assert (error.field, error.value) == ("AKV_STORE", "x")
+    assert "AKV_STORE__SEGMENT_BYTES" in error.fix
 
 
 def test_other_programs_variables_are_none_of_akvs() -> None:
