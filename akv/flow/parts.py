@@ -1,16 +1,12 @@
 """What the flows of one worker half work with, and the store call that loads and saves make alike."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
-from anyio import current_time
-from anyio.lowlevel import checkpoint
 
-from akv import observe
-from akv.flow.answers import answer_each
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
 from akv.flow.gate import OpenGate, PoolGate
+from akv.flow.transfer import probe_keys, transfer
 from akv.ownership.reservations import Reservations
 from akv.ownership.saves import Saves
 from akv.ownership.slots import SlotTicket
@@ -18,7 +14,7 @@ from akv.plan.batching import Batch
 from akv.plan.keys import KeySpace
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.device import DeviceCopier, HostBuffer, HostRegion
-from akv.ports.pool import UNSETTLED, KeyAnswer, KeyState, PagePool
+from akv.ports.pool import KeyAnswer, PagePool
 from akv.values.messages import GroupPages, PagesReleased, PassReport
 
 
@@ -66,12 +62,7 @@ async def probe_call(parts: WorkerParts, batch: Batch) -> Sequence[KeyAnswer]:
 
     **Cancellation:** the call goes on and touches nothing.
     """
-    if not parts.gate.lets_through():
-        await checkpoint()
-        return [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
-    keys = parts.keys.keys(batch.group, batch.hashes)
-    answered = await parts.desk.run(CallKind.PROBE, partial(parts.pool.probe, keys), CallSize(len(keys)))
-    return answer_each(answered, len(keys))
+    return await probe_keys(parts, parts.keys.keys(batch.group, batch.hashes))
 
 
 async def store_call(
@@ -89,56 +80,13 @@ async def store_call(
     """Move a batch between the pool and host memory, and return the pool's answer for each page, in the batch's order.
 
     `kind`: GET or PUT. The memory is that of slots, or of pages themselves: then `begin` and `end` are those of
-    `CallDesk.run`, and the answer is None if `begin` refused. What a get delivered after the lease is LEASE_EXPIRED (D4).
-    While the gate is shut no call begins, and every page's answer is UNAVAILABLE. Slots that a peer may still touch when the
-    call has returned are out of use from then on (M3).
+    `CallDesk.run`, and the answer is None if `begin` refused. The rest is as for `transfer`.
 
     **Cancellation:** the wait ends; the call goes on, and keeps what it touches until it returned (M1).
     """
-    unasked = [KeyAnswer(KeyState.UNAVAILABLE)] * len(batch.hashes)
-    if not parts.gate.lets_through():
-        await checkpoint()
-        return unasked
     keys = parts.keys.keys(batch.group, batch.hashes)
     sizes = [parts.page_bytes[batch.group]] * len(keys)
-
-    def move() -> Sequence[KeyAnswer]:
-        call = parts.pool.get if kind is CallKind.GET else parts.pool.put
-        return answer_each(call(keys, buffer, offsets, sizes), len(keys))
-
-    times: list[float] = []
-
-    def begun() -> bool:
-        times.append(current_time())
-        return begin()
-
-    def ended() -> None:
-        times.append(current_time())
-        end()
-
-    answers: Sequence[KeyAnswer] | None
-    settle, waiting = partial(_settle, parts, slots, offsets), parts.gate.ending_waits
-    answers = await parts.desk.run(
-        kind, move, size_of(parts, batch), slots, pages=pages, begin=begun, end=ended, waiting=waiting, settle=settle
-    )
-    if not times:
-        # The gate shut in the wait for a place, which calls that hang may hold for longer than anybody has.
-        return unasked
-    # Seen from the loop a call takes longer than in its thread, never less: the lease began behind the first of these times,
-    # and the last byte came before the second. A slow loop may fail a get that was in time, but none that was late passes.
-    if kind is CallKind.GET and answers is not None and times[1] - times[0] > parts.lease_s:
-        return [KeyAnswer(KeyState.LEASE_EXPIRED, a.code) if a.state is KeyState.OK else a for a in answers]
-    return answers
-
-
-def _settle(parts: WorkerParts, slots: SlotTicket | None, offsets: Sequence[int], answers: Sequence[KeyAnswer]) -> None:
-    """Keep the slots of those keys out of use behind whose answer a transfer may be under way."""
-    if slots is None or parts.pool.lets_go_at_return:
-        return
-    unsettled = [(offset, answer) for offset, answer in zip(offsets, answers, strict=True) if answer.state in UNSETTLED]
-    if slots.withhold(offset for offset, _ in unsettled):
-        _, first = unsettled[0]
-        observe.emit(observe.SLOTS_WITHHELD, slots=len(unsettled), state=first.state.value, code=first.code)
+    return await transfer(parts, kind, keys, sizes, buffer, offsets, slots, pages=pages, begin=begin, end=end)
 
 
 async def call_on_pages(

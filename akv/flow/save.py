@@ -6,12 +6,9 @@ Where the store can reach the pages itself a batch is one store call from them. 
 again from where it lies, as `plan/put_attempts.py` decides (S5).
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import compress
-from typing import TypeAlias
-
-from anyio import current_time, sleep
 
 from akv import observe
 from akv.flow.calls import CopyFailed, NoSlots, event_reached
@@ -19,17 +16,15 @@ from akv.flow.overlap import overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
 from akv.flow.snapshot import Snapshot
 from akv.flow.staging import Staging
+from akv.flow.transfer import PutSome, attempt_puts
 from akv.ownership.saves import SaveTicket
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
-from akv.plan.put_attempts import MOST_ATTEMPTS, Probe, PutAttempts, Wait
+from akv.plan.put_attempts import MOST_ATTEMPTS, PutAttempts
 from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import GroupPages, PassReport, select_pages
-
-#: Puts those pages of a batch that are marked, and returns the pool's answer to each; None if it may not begin.
-PutSome: TypeAlias = Callable[[Sequence[bool]], Awaitable[Sequence[KeyAnswer] | None]]
 
 
 async def save(parts: WorkerParts, staging: Staging, stream: CopyStream, ticket: SaveTicket) -> None:
@@ -200,22 +195,13 @@ async def _put(parts: WorkerParts, ticket: SaveTicket, batch: Batch, put: PutSom
     **Cancellation:** nothing is written down; what is under way keeps its slots or pages until it returned.
     """
     attempts = PutAttempts(parts.keys.keys(batch.group, batch.hashes), MOST_ATTEMPTS if ticket.retries else 1)
-    while (step := attempts.step) is not None and not (attempts.attempts and ticket.stopped):
-        if isinstance(step, Wait):
-            await sleep(step.seconds)
-            attempts.waited()
-            continue
-        some = [False] * len(batch.blocks)
-        for page in step.pages:
-            some[page] = True
-        if isinstance(step, Probe):
-            attempts.probed([state.value for state in await _probe(parts, select_pages(batch, some))], current_time())
-            continue
-        began = current_time()
-        answers = await put(some)
-        if answers is None:
-            break
-        attempts.answered([answer.state.value for answer in answers], began, current_time())
+    await attempt_puts(
+        attempts,
+        len(batch.blocks),
+        put,
+        lambda some: _probe(parts, select_pages(batch, some)),
+        stopped=lambda: ticket.stopped,
+    )
     _note(parts, ticket, batch, attempts)
 
 
