@@ -58,6 +58,13 @@ class Connector:
         """Why it can be used no more: ConnectorBroken, or NotOpenError after its block; None while it can. From any thread."""
         return self._halves.latch.failure
 
+    @property
+    def reads(self) -> bool:
+        """Whether this server's role is one that reads: then its engine keeps local matches on blocks (P2), as
+        `akv.host.local_reuse()` and `declared_reuse()` have it.
+        """
+        return self._halves.settings.role != "producer"
+
     def open_request(
         self,
         request_id: str,
@@ -82,7 +89,13 @@ class Connector:
 
     @asynccontextmanager
     async def request(
-        self, request_id: str, tokens: Tokens, scope: Scope = EMPTY_SCOPE, *, reads_cache: bool = True
+        self,
+        request_id: str,
+        tokens: Tokens,
+        scope: Scope = EMPTY_SCOPE,
+        *,
+        reads_cache: bool = True,
+        dummy: bool = False,
     ) -> AsyncIterator[Request]:
         """`open_request` for one task per request: finished at the end of the block, cancelled if the block raises.
 
@@ -90,7 +103,7 @@ class Connector:
         cancelled. If a copy on the device takes longer than `shutdown_deadline_s`, or the connector ends meanwhile, the block
         is left all the same: `Request.closed` tells whether the pages are free.
         """
-        req = self.open_request(request_id, tokens, scope, reads_cache=reads_cache)
+        req = self.open_request(request_id, tokens, scope, reads_cache=reads_cache, dummy=dummy)
 
         async def cancelled() -> None:
             # If the connector ends meanwhile it withdraws the request itself, and what ended the block must not be hidden.

@@ -150,9 +150,9 @@ class Request:
 
         Loads and saves that have not begun are withdrawn; what runs is waited for: device copies, never store calls. Returns
         the pages, per layer group, that a store call still touches: they stay out of use until `Connector.completed()`
-        delivers `PagesReleased` for them. What a LoadFailed named before is not named again; asked
-        again, this returns the same, released meanwhile or not. `()` unless the engine declared
-        `keeps_quarantined_pages`.
+        delivers `PagesReleased` for them. `()` unless the engine declared `keeps_quarantined_pages`. What a LoadFailed named
+        before is not named again; asked again, this returns the same, released meanwhile or not.
+
         **Cancellation:** the request is cancelled all the same; only the wait ends. Ask again, or watch `completed()`.
         """
         self._halves.latch.check()

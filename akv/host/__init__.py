@@ -8,6 +8,16 @@ from akv.host.booking import Window
 from akv.host.cache import PagedCache
 from akv.host.preemption import youngest_behind
 from akv.host.sequence import Hold, PagedSequence
-from akv.host.trimming import LocalReuse, local_reuse
+from akv.host.trimming import DeclaredReuse, LocalReuse, declared_reuse, local_reuse
 
-__all__ = ["Hold", "LocalReuse", "PagedCache", "PagedSequence", "Window", "local_reuse", "youngest_behind"]
+__all__ = [
+    "DeclaredReuse",
+    "Hold",
+    "LocalReuse",
+    "PagedCache",
+    "PagedSequence",
+    "Window",
+    "declared_reuse",
+    "local_reuse",
+    "youngest_behind",
+]

@@ -1,4 +1,7 @@
-"""How much of a local match a cache takes: backoff, and where the match may end (P2, P3)."""
+"""How much of a local match a cache takes: backoff, and where the match may end (P2, P3).
+
+`local_reuse()` is for who embeds `PagedCache`. Who has a cache of their own hands it what `declared_reuse()` says.
+"""
 
 from typing import Literal
 
@@ -32,6 +35,27 @@ class LocalReuse(msgspec.Struct, frozen=True, kw_only=True):
         return tokens - tokens % size
 
 
+class DeclaredReuse(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine with a cache of its own has to be told about its local matches, so that akv can serve beside it (P2)."""
+
+    #: Its matches have to end on blocks: an offer of the pool goes on behind nothing else (L1).
+    requires_block_aligned_reuse: bool = False
+    #: It is to take matches whole, beside a drafter too: akv's keys name what a drafter's KV depends on (K2).
+    drops_reuse_match_backoff: bool = False
+
+
+def declared_reuse(local_reuse_backoff: Literal["off", "align"], *, reads: bool) -> DeclaredReuse:
+    """What a server declares: with "off" both, with "align" the first alone, and nothing where it does not read (P2).
+
+    `reads`: whether its role is one that reads, "both" or "consumer". Raises SettingsError for another word (fault of whoever
+    wrote it).
+    """
+    if local_reuse_backoff not in {"off", "align"}:
+        fix = "Use 'off' or 'align'."
+        raise SettingsError("local_reuse_backoff", local_reuse_backoff, "there are two ways to keep matches on blocks", fix)
+    return DeclaredReuse(requires_block_aligned_reuse=reads, drops_reuse_match_backoff=reads and local_reuse_backoff == "off")
+
+
 def local_reuse(
     local_reuse_backoff: Literal["off", "align"],
     *,
@@ -45,13 +69,11 @@ def local_reuse(
     Where nothing is read (`reads=False`) neither is needed, and matches end as the engine's backoff and
     `reuse_match_alignment` have it. Raises SettingsError for another word (fault of whoever wrote it).
     """
-    if local_reuse_backoff not in {"off", "align"}:
-        fix = "Use 'off' or 'align'."
-        raise SettingsError("local_reuse_backoff", local_reuse_backoff, "there are two ways to keep matches on blocks", fix)
+    declared = declared_reuse(local_reuse_backoff, reads=reads)
     return LocalReuse(
         backoff_tokens=backoff_tokens,
-        drops_backoff=reads and local_reuse_backoff == "off",
-        block_aligned=reads,
+        drops_backoff=declared.drops_reuse_match_backoff,
+        block_aligned=declared.requires_block_aligned_reuse,
         match_alignment=reuse_match_alignment,
     )
 

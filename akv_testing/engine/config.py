@@ -123,6 +123,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: Tokens that the model's drafter drafts in a pass, for each request that decodes; 0 for none. Its KV is computed all the
     #: same, so pages are those of a server that drafts.
     draft_tokens: int = 0
+    #: Tokens at the end of a local match that are computed again, as engines do beside a drafter. This one needs none, since
+    #: its cache calls a block what a drafter's KV in it depends on (K2).
+    reuse_backoff_tokens: int = 0
+    #: Beside a pool that is read: "off" takes local matches whole, "align" keeps the backoff and rounds down to a block (P2).
+    local_reuse_backoff: Literal["off", "align"] = "off"
+    #: Where no pool is read: local matches end at multiples of this, a divisor of T, and a page that they end in is copied
+    #: (P3). 0: T.
+    reuse_match_alignment: int = 0
     #: Whether only prompts are computed here, for servers that decode elsewhere: a request for more than the first token is
     #: refused, alone (P1).
     prefill_only: bool = False
@@ -167,6 +175,20 @@ def _of_engine(config: EngineConfig) -> tuple[_Check, ...]:
         (config.chunk_tokens < 1, "chunk_tokens", config.chunk_tokens, "use at least 1"),
         (config.max_running < 1, "max_running", config.max_running, "use at least 1"),
         (config.window_retention_tokens < 0, "window_retention_tokens", config.window_retention_tokens, "use 0 for none"),
+        (config.reuse_backoff_tokens < 0, "reuse_backoff_tokens", config.reuse_backoff_tokens, "use 0 for none"),
+        (
+            config.local_reuse_backoff not in {"off", "align"},
+            "local_reuse_backoff",
+            config.local_reuse_backoff,
+            "use 'off' or 'align'",
+        ),
+        (
+            config.reuse_match_alignment < 0
+            or (config.reuse_match_alignment > 0 and config.tokens_per_block % config.reuse_match_alignment != 0),
+            "reuse_match_alignment",
+            config.reuse_match_alignment,
+            f"use a divisor of tokens_per_block={config.tokens_per_block}",
+        ),
         (config.draft_tokens < 0, "draft_tokens", config.draft_tokens, "use 0 for none"),
         (
             config.draft_tokens > 0 and model.drafter == "none",

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from akv.errors import ConnectorBroken, EngineContractError, LoadFailed, NotOpenError
-from akv.host import PagedCache, PagedSequence
+from akv.host import PagedCache, PagedSequence, local_reuse
 from akv.values.scope import EMPTY_SCOPE, Scope
 from akv_testing.engine.admission import Admission
 from akv_testing.engine.batch import Batch
@@ -55,6 +55,12 @@ class Engine:
             retention_tokens=config.window_retention_tokens,
             chunk_tokens=config.chunk_tokens,
             lookahead_tokens=config.model.lookahead,
+            local_reuse=local_reuse(
+                config.local_reuse_backoff,
+                reads=kv is not None and kv.reads,
+                backoff_tokens=config.reuse_backoff_tokens,
+                reuse_match_alignment=config.reuse_match_alignment,
+            ),
         )
         self._admission = Admission(self.cache)
         self._batch = Batch(config, model, pages, kv, self._admission)

@@ -144,7 +144,15 @@ class Job:
             lora=self.scope.lora,
             drafts=drafts,
             guess=self.guess,
+            copies=self._copies,
         )
+
+    @property
+    def _copies(self) -> tuple[tuple[PageIndex, PageIndex], ...]:
+        """What its first pass has to copy: where its local match ends inside a block."""
+        if self.sequence is None or self.computed != self.sequence.local_tokens:
+            return ()
+        return self.sequence.copies
 
     def result(self) -> Result:
         """The answer, once complete."""

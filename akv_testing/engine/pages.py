@@ -54,6 +54,12 @@ class Pages:
         group = self.group_of(layer)
         return Place(self._groups[group], tables[group], start, end, self._tokens_per_block, device)
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages: for each layer group from one page to another, or nothing at all."""
+        for regions, (source, target) in zip(self.caches, copies, strict=False):
+            for cache in regions:
+                cache[target].copy_(cache[source])
+
     def digests(self, tables: Sequence[Sequence[int]], blocks: int) -> tuple[tuple[bytes, ...], ...]:
         """A digest of the bytes of each page, per group, for the first blocks of a sequence. Equal digests, equal pages.
 

@@ -26,6 +26,8 @@ class Chunk(NamedTuple):
     #: Tokens to draft behind the last one and to verify, and the first of them.
     drafts: int = 0
     guess: Guess | None = None
+    #: Per layer group, a page to copy first and the one to copy it to; empty as a rule.
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class Sampled(NamedTuple):
@@ -43,6 +45,7 @@ class Sampled(NamedTuple):
 
 def compute(model: Model, chunk: Chunk, pages: Pages) -> Sampled | None:
     """Compute a chunk; None if nothing is sampled behind it. Blocks the thread."""
+    pages.copy(chunk.copies)
     if model.drafter is not None:
         with torch.inference_mode():
             return _with_drafter(model, model.drafter, chunk, pages)

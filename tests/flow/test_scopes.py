@@ -171,6 +171,17 @@ async def test_L7_a_dummy_request_is_ignored_everywhere() -> None:
     assert not [e for e in events if e["event"].startswith(("akv.lookup", "akv.request", "akv.save"))]
 
 
+@pytest.mark.parametrize("dummy", [True, False])
+async def test_L7_a_task_of_its_own_may_run_a_dummy_request_too(dummy: bool) -> None:
+    server = FakeServer()
+    async with server.open() as kv:
+        async with kv.request("r", TOKENS, dummy=dummy) as request:
+            await request.lookup()
+            await server.compute(kv, request, TOKENS, server.allocate(TOKENS))
+        await settle()
+    assert bool(server.pool.calls) is bool(server.stored_blocks(TOKENS)) is not dummy
+
+
 async def test_K1_a_scope_that_cannot_be_is_refused_before_anything_is_opened() -> None:
     server = FakeServer()
     async with server.open() as kv:

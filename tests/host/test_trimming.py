@@ -1,13 +1,15 @@
 """Where a local match may end: backoff, alignment, and what windows leave of it (P2, P3)."""
 
+from collections.abc import Callable
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from akv.errors import SettingsError
-from akv.host import LocalReuse, PagedCache, Window, local_reuse
+from akv.host import DeclaredReuse, LocalReuse, PagedCache, Window, declared_reuse, local_reuse
 
 T = 4
 PROMPT = range(17)
@@ -48,18 +50,18 @@ def test_P2_P3_a_match_ends_where_backoff_role_and_alignment_have_it(
 
 
 def test_P2_only_who_reads_declares_block_aligned_reuse_and_only_off_drops_the_backoff() -> None:
-    declared = {
-        (word, reads): (rules.block_aligned, rules.drops_backoff)
-        for word in ("off", "align")
-        for reads in (True, False)
-        for rules in [local_reuse(word, reads=reads)]
-    }
-    assert declared == {
-        ("off", True): (True, True),
-        ("align", True): (True, False),
-        ("off", False): (False, False),
-        ("align", False): (False, False),
-    }
+    roles: list[tuple[Literal["off", "align"], bool]] = [("off", True), ("align", True), ("off", False), ("align", False)]
+    declared = [declared_reuse(word, reads=reads) for word, reads in roles]
+    assert declared == [
+        DeclaredReuse(requires_block_aligned_reuse=True, drops_reuse_match_backoff=True),
+        DeclaredReuse(requires_block_aligned_reuse=True, drops_reuse_match_backoff=False),
+        DeclaredReuse(requires_block_aligned_reuse=False, drops_reuse_match_backoff=False),
+        DeclaredReuse(requires_block_aligned_reuse=False, drops_reuse_match_backoff=False),
+    ]
+    # What our own cache does is what it would be told.
+    for (word, reads), told in zip(roles, declared, strict=True):
+        rules = local_reuse(word, reads=reads)
+        assert (rules.block_aligned, rules.drops_backoff) == tuple(msgspec.structs.astuple(told))
 
 
 def test_P3_a_match_inside_a_block_is_copied_and_never_written_where_others_read() -> None:
@@ -134,6 +136,8 @@ def test_P3_an_alignment_that_is_no_divisor_of_a_block_is_refused(alignment: int
         PagedCache(T, [8], local_reuse=LocalReuse(block_aligned=False, match_alignment=alignment))
 
 
-def test_P2_other_words_are_refused() -> None:
+@pytest.mark.parametrize("rules", [local_reuse, declared_reuse])
+@pytest.mark.parametrize("reads", [True, False])
+def test_P2_other_words_are_refused(rules: Callable[..., object], reads: bool) -> None:
     with pytest.raises(SettingsError, match="local_reuse_backoff"):
-        local_reuse("on", reads=True)  # type: ignore[arg-type]
+        rules("on", reads=reads)
