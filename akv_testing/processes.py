@@ -14,8 +14,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> list[str]:
-    """The command line that a process was started with."""
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    """The command line that a process was started with. Nothing but an empty word for one that ended and was not waited for.
+
+    While a program is being put in the place of another it has none for an instant: that is waited out.
+    """
+    while not (text := Path(f"/proc/{pid}/cmdline").read_text()) and not _stands_still(pid):
+        os.sched_yield()
+    return text.split("\0")
 
 
 def halt(pid: int, number: int = signal.SIGSTOP) -> None:

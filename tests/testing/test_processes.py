@@ -51,6 +51,19 @@ def test_a_child_is_known_by_its_command(child: "subprocess.Popen[bytes]") -> No
     assert command_of(child.pid)[:2] == [sys.executable, "-c"]
 
 
+def test_a_child_that_is_just_starting_is_known_by_its_command() -> None:
+    # Popen returns in the midst of the kernel's work on the new program, when it has no command line for an instant.
+    for _ in range(50):
+        with subprocess.Popen(["/bin/true", "and", "more"]) as process:
+            command = command_of(process.pid)
+        assert command in (["/bin/true", "and", "more", ""], [""])
+
+
+def test_a_child_that_ended_has_no_command(child: "subprocess.Popen[bytes]") -> None:
+    halt(child.pid, signal.SIGKILL)
+    assert command_of(child.pid) == [""]
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.timeout(30)
 def test_a_halted_process_writes_nothing_more(number: signal.Signals) -> None:
