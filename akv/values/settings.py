@@ -86,8 +86,9 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     SECRETS = frozenset({"key_secret", "integrity_secret"})
 
-    #: Names the weights, and stands in every page's key: two models with one name would answer from each other's cache.
-    #: Required, and never guessed from a path.
+    #: Names the weights, and stands in every page's key: two models with one name would answer from each other's cache. Those
+    #: of a drafter in the target's KV cache too: nothing else in a key tells two drafters of one shape apart. Required, and
+    #: never guessed from a path.
     model_key: Name
     #: The first part of every key. Separates deployments that share a pool; it hides nothing from anybody.
     namespace: Name = "akv1"

@@ -80,6 +80,41 @@ def test_what_is_shared_in_part_is_a_condition() -> None:
     assert "nothing compares them" in said
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "conditions"),
+    [
+        ({}, {}, {"store.local_hostname"}),
+        ({"local_hostname": "10.0.0.2"}, {"local_hostname": "10.0.0.3"}, set()),
+        ({"local_hostname": "10.0.0.2"}, {"segment_bytes": 0}, set()),
+        ({"local_hostname": "10.0.0.2"}, {"local_hostname": "LocalHost"}, {"store.local_hostname"}),
+        ({"segment_bytes": 0}, {"segment_bytes": 0}, {"store.segment_bytes"}),
+        ({"segment_bytes": 0}, {"segment_bytes": 0, "protocol": "rdma"}, {"store.segment_bytes", "store.protocol"}),
+        (
+            {"segment_bytes": 0},
+            {"local_hostname": "10.0.0.3", "metadata_server": "http://10.0.0.1:8080/metadata"},
+            {"store.metadata_server"},
+        ),
+        ({"master_address": "127.0.0.1:1"}, {"master_address": "LOCALHOST:1"}, {"store.master_address"}),
+        ({"master_address": "127.0.1.1:1"}, {"master_address": "127.0.1.1:1"}, {"store.master_address"}),
+        ({"master_address": "[::1]:1"}, {"master_address": "::1:1"}, {"store.master_address"}),
+    ],
+)
+def test_where_pages_are_out_of_reach_is_a_condition(one: dict[str, Any], other: dict[str, Any], conditions: set[str]) -> None:
+    for left, right in ((one, other), (other, one)):
+        told = compared({"store": POOL | left}, {"store": POOL | right})
+        assert told.share
+        assert {told for told, colon, _ in (line.partition(":") for line in told.conditions) if "store." in told} == conditions
+
+
+def test_a_port_is_part_of_an_address_however_a_machine_calls_itself() -> None:
+    told = compared({"store": {"master_address": "localhost:1"}}, {"store": {"master_address": "127.0.0.1:2"}})
+    assert [reason.partition(":")[0] for reason in told.reasons] == ["store.master_address"]
+
+
+def test_K2_two_drafters_are_told_apart_by_nobody_but_the_operator() -> None:
+    assert any("model_key" in line and "weights" in line for line in compared({}, {}).conditions)
+
+
 def test_K4_the_verdict_is_that_of_the_keys() -> None:
     rng = random.Random(4)
     choices: dict[str, list[Any]] = {

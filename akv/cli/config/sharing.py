@@ -9,6 +9,8 @@ from akv.plan.integrity import size_suffix
 from akv.plan.keys import spelt
 from akv.values.settings import Settings
 
+#: Names of a machine for itself.
+_OWN_NAMES = {"localhost": "127.0.0.1", "[::1]": "[::1]", "::1": "[::1]"}
 #: What stands in a key for the digits that only a layout gives.
 FINGERPRINT = "<layout>"
 
@@ -83,8 +85,19 @@ def _different_pools(one: Settings, other: Settings) -> Iterator[str]:
         if settings.pool == "embedded":
             yield f"pool: that of {name} is embedded: it begins and ends with its process, and nobody else is meant to join it"
     addresses = one.store.master_address, other.store.master_address
-    if "embedded" not in (one.pool, other.pool) and addresses[0] != addresses[1]:
+    if "embedded" not in (one.pool, other.pool) and _plain_address(addresses[0]) != _plain_address(addresses[1]):
         yield f"store.master_address: A joins the pool at {addresses[0]}, B the one at {addresses[1]}"
+
+
+def _plain_address(address: str) -> str:
+    """One spelling for each of the names that every machine has for itself; other names mean what a resolver makes of them."""
+    host, _, port = address.lower().rpartition(":")
+    return f"{_OWN_NAMES.get(host, host)}:{port}"
+
+
+def _is_own(host: str) -> bool:
+    """Whether this name, without a port, means another machine on each machine."""
+    return _OWN_NAMES.get(host.lower(), host) in _OWN_NAMES.values() or host.startswith("127.")
 
 
 def _different_keys(one: Settings, other: Settings) -> Iterator[str]:
@@ -115,6 +128,8 @@ def _conditions(one: Settings, other: Settings) -> Iterator[str]:
     else:
         yield "The engines' layouts have to be equal: tokens per block, layer groups, types, regions and their order."
     yield "The engines' drafters have to look ahead equally far, and requests to agree in salt, adapter and media."
+    yield "Drafters whose KV is stored have to be the same: model_key and revision alone tell their weights apart."
+    yield from _reach(one, other)
     if one.key_format != other.key_format:
         yield "key_format: prompts with media are not shared, they are hashed in two ways; those of text alone are."
     for name, settings in (("A", one), ("B", other)):
@@ -125,5 +140,22 @@ def _conditions(one: Settings, other: Settings) -> Iterator[str]:
             if settings.role != "both":
                 what = f"saves, and reads nothing of {peer}'s" if settings.role == "producer" else f"reads what {peer} saves"
                 yield f"role: {name} only {what}."
-    if one.store.protocol != other.store.protocol:
-        yield f"store.protocol: A uses {one.store.protocol} and B {other.store.protocol}; pages may be out of reach."
+
+
+def _reach(one: Settings, other: Settings) -> Iterator[str]:
+    """What keeps a page that is there from being read, or from being stored at all."""
+    if _is_own(one.store.master_address.rpartition(":")[0]):
+        yield f"store.master_address: {one.store.master_address} is another pool on each machine: A and B have to run on one."
+    else:
+        for name, settings in (("A", one), ("B", other)):
+            if settings.store.segment_bytes and _is_own(settings.store.local_hostname):
+                yield (
+                    f"store.local_hostname: other machines do not reach what {name} holds under "
+                    f"{settings.store.local_hostname}: A and B have to run on one."
+                )
+    for field in ("protocol", "metadata_server"):
+        mine, theirs = getattr(one.store, field), getattr(other.store, field)
+        if mine != theirs:
+            yield f"store.{field}: A uses {mine} and B {theirs}; pages may be out of reach."
+    if not one.store.segment_bytes and not other.store.segment_bytes:
+        yield "store.segment_bytes: neither lends memory to the pool, so somebody else has to."
