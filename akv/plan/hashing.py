@@ -8,6 +8,7 @@ dict order): another server computes the same bytes, or nothing is shared.
 import operator
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import SupportsIndex
@@ -42,22 +43,23 @@ def whole_blocks(tokens: int, tokens_per_block: int, lookahead: int = 0) -> int:
     return max(0, tokens - lookahead) // tokens_per_block
 
 
-def scope_seed(scope: Scope, *, media: Sequence[Media] = (), lookahead: int = 0, secret: bytes = b"") -> bytes:
+def scope_seed(scope: Scope, *, media: Sequence[Media] = (), lookahead: int = 0, fresh: blake2b = _FRESH) -> bytes:
     """What the first block of every chain of this scope is hashed onto, 16 bytes: scopes share no hash (K1, K5).
 
     `media`: those that count from the first block on, in TensorRT-LLM's way; by default the scope's media are no part of it.
-    `lookahead` is L (K2), `secret` keys every hash (X2). Raises TokenError (fault of the caller of this request) for a scope
-    that cannot be hashed. The salt is not quoted.
+    `lookahead` is L (K2), `fresh` the state that every hash begins with (X2). Raises TokenError (fault of the caller of this
+    request) for a scope that cannot be hashed. The salt is not quoted, and neither it nor the secret is a variable here: those
+    of a traceback are logged by many servers (X6).
     """
-    state = hash_state(secret)
+    state = fresh.copy()
     # Not `scope.salt or ""`: a tenant's number is no salt, and that of tenant 0 would pass for none.
-    salt = "" if scope.salt is None else scope.salt
-    state.update(frame(_utf8("salt", salt)) + frame(b"" if scope.lora is None else _encoded_lora(scope.lora)))
+    state.update(frame(b"" if scope.salt is None else _utf8("salt", scope, "salt")))
+    state.update(frame(b"" if scope.lora is None else _encoded_lora(scope.lora)))
     for item in media:
         state.update(frame(item.digest))
     if not lookahead:
         return state.digest()
-    again = hash_state(secret)
+    again = fresh.copy()
     again.update(state.digest() + _LOOKAHEAD + struct.pack("<q", lookahead))
     return again.digest()
 
@@ -68,19 +70,18 @@ def _encoded_lora(lora: Lora) -> bytes:
     number = None if isinstance(lora.id, bool) or not isinstance(lora.id, SupportsIndex) else operator.index(lora.id)
     if number is None or not -(2**63) <= number < 2**63:
         raise TokenError("the id of the scope's LoRA adapter is an integer of 64 bits; nothing was opened")
-    return struct.pack("<q", number) + _utf8("revision of the LoRA adapter", lora.revision)
+    return struct.pack("<q", number) + _utf8("revision of the LoRA adapter", lora, "revision")
 
 
-def _utf8(what: str, text: object) -> bytes:
-    """The text's bytes. It is not quoted: the salt is a secret."""
-    if not isinstance(text, str):
-        raise TokenError(f"the {what} of the request's scope is text, not a {type(text).__name__}; nothing was opened")
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise TokenError(
-            f"the {what} of the request's scope is not valid Unicode (a lone surrogate); nothing was opened"
-        ) from None
+def _utf8(what: str, owner: Scope | Lora, field: str) -> bytes:
+    """The bytes of a field's text, which may be the salt: it is neither quoted nor a variable."""
+    if not isinstance(getattr(owner, field), str):
+        kind = type(getattr(owner, field)).__name__
+        raise TokenError(f"the {what} of the request's scope is text, not a {kind}; nothing was opened")
+    with suppress(UnicodeEncodeError):
+        encoded: bytes = getattr(owner, field).encode()
+        return encoded
+    raise TokenError(f"the {what} of the request's scope is not valid Unicode (a lone surrogate); nothing was opened")
 
 
 class Chain:

@@ -50,7 +50,7 @@ class Hashing(HidesSecrets, frozen=True):
             self.tokens_per_block,
             lookahead=self.lookahead,
             media={} if in_seed else media_frames(media, self.tokens_per_block, self.lookahead),
-            fresh=hash_state(self.secret) if self.secret else None,
+            fresh=hash_state(self.secret),
         )
         chain.append(tokens)
         check_inside(media, chain.length)
@@ -64,7 +64,7 @@ class Hashing(HidesSecrets, frozen=True):
                 "a request's LoRA adapter has a revision, and these hashes have no place for one",
                 "Give changed weights of an adapter another id, or use key_format 'akv'.",
             )
-        return scope_seed(scope, media=media, lookahead=self.lookahead, secret=self.secret)
+        return scope_seed(scope, media=media, lookahead=self.lookahead, fresh=hash_state(self.secret))
 
 
 def _media_of(scope: Scope) -> tuple[Media, ...]:

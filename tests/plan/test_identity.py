@@ -243,6 +243,29 @@ def test_K1_a_scope_that_cannot_be_hashed_is_refused_and_its_salt_not_quoted(sco
 
 
 @pytest.mark.parametrize(
+    ("scope", "tokens"),
+    [
+        (Scope(salt="hunter2", lora=Lora("x")), [1]),  # type: ignore[arg-type]
+        (Scope(salt="hunter2", lora=Lora(1, "\ud800")), [1]),
+        (Scope(salt="hunter2\ud800"), [1]),
+        (Scope(salt=b"hunter2"), [1]),  # type: ignore[arg-type]
+        (Scope(salt="hunter2", media=(image(5),)), [1]),
+        (Scope(salt="hunter2"), [0.5]),
+    ],
+)
+def test_X6_no_variable_in_the_traceback_of_a_refused_request_is_its_salt_or_the_secret(
+    scope: Scope, tokens: list[Any]
+) -> None:
+    """Many servers log tracebacks with the variables of each frame, as structlog does unless it is told otherwise."""
+    hashing = Hashing(4, secret=b"hunter3")
+    with pytest.raises(TokenError) as raised:
+        hashing.chain(scope, tokens)
+    variables = [repr(entry.frame.f_locals) for entry in raised.traceback[1:]]
+    assert variables
+    assert not any("hunter" in found for found in variables)
+
+
+@pytest.mark.parametrize(
     ("media", "message"),
     [
         ([image(0), image(2, 1, b"short")], r"media\[1\].*32 bytes, not 5 bytes"),
