@@ -83,6 +83,46 @@ CONNECTOR_UNCLEAN_EXIT = _event(
     "Store calls did not return within the shutdown deadline. What they touch is kept to the end of the process, "
     "and the store is not closed.",
 )
+ENGINE_RECOMPUTES = _event(
+    "akv.engine.recomputes",
+    "info",
+    "",
+    "An engine's policy for loads that fail was to fail their requests, and is now to compute them: what a cache does not "
+    "deliver must not be an error to a client.",
+)
+ENGINE_LOAD_REFUSED = _event(
+    "akv.engine.load_refused",
+    "warning",
+    "request_id",
+    "An engine's blocks for an offer were not taken; the request is computed. Seen often, it is a fault of the adapter: "
+    "report it with the exception that the event carries.",
+)
+ENGINE_PASS_UNSAVED = _event(
+    "akv.engine.pass_unsaved",
+    "warning",
+    "",
+    "What an engine said of a pass, or of a request's end, was refused, or the device failed: nothing of it is saved. Seen "
+    "often, it is a fault of the adapter: report it with the exception that the event carries.",
+)
+ENGINE_REQUEST_EXCLUDED = _event(
+    "akv.engine.request_excluded",
+    "warning",
+    "request_id",
+    "A request is neither looked up nor saved any more, since akv cannot name its tokens or its scope, as the exception says.",
+)
+ENGINE_WITHOUT_CACHE = _event(
+    "akv.engine.without_cache",
+    "error",
+    "",
+    "The connector of an engine has ended, as the exception says; the engine goes on without a cache until it is restarted.",
+)
+ENGINE_RESET_REFUSED = _event(
+    "akv.engine.reset_refused",
+    "warning",
+    "",
+    "An engine was asked to empty the pool with its own cache. Other servers read the pool, so it keeps what it has; where "
+    "the weights changed, restart with another `revision`, under which nothing of before is found.",
+)
 POOL_OPEN = _event(
     "akv.pool.open",
     "info",

@@ -1,0 +1,144 @@
+"""vLLM's configuration as akv's: settings, what the engine can do, and what is refused at start, by name."""
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from akv.engines.vllm.layout import check_groups
+from akv.errors import SettingsError
+from akv.settings import ExplainedSettings, Settings, explain_settings
+from akv.values.capabilities import EngineCapabilities
+
+#: What `kv_connector_extra_config` may hold beside akv's settings: milliseconds that one step of the scheduler waits at most,
+#: in all, for lookups that have not been answered. A lookup takes about one; an answer that comes later costs a step.
+GRACE = "lookup_grace_ms"
+DEFAULT_GRACE_MS = 3.0
+_ROLES = {"kv_both": "both", "kv_producer": "producer", "kv_consumer": "consumer"}
+#: Drafters without KV of their own, as vLLM calls them. Others write KV that depends on tokens behind it, into pages whose
+#: place in the cache nobody has tested akv with.
+_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+class Configuration(NamedTuple):
+    """What a session is opened with, but for the cache itself."""
+
+    settings: Settings
+    capabilities: EngineCapabilities
+    grace_s: float
+
+
+def configuration_of(vllm_config: Any, kv_cache_config: Any) -> Configuration:
+    """Read and check. `vllm_config`: a `vllm.config.VllmConfig`; `kv_cache_config`: a `KVCacheConfig`.
+
+    Raises SettingsError (fault of whoever configured this server), naming what is wrong, in akv's words or vLLM's.
+    """
+    _check_parallel(vllm_config.parallel_config)
+    if vllm_config.cache_config.cache_dtype != "auto" and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        why = "scales that a server finds in its first requests differ between servers, and so do the bytes of equal blocks"
+        raise SettingsError("calculate_kv_scales", True, why, "Use a checkpoint that brings them.")
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise SettingsError("hisparse", "on", "its blocks lie in two places", "Serve this model without akv.")
+    check_groups(kv_cache_config.kv_cache_groups)
+    extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    grace_ms = extra.pop(GRACE, DEFAULT_GRACE_MS)
+    if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float) or not 0 <= grace_ms <= 1000:
+        why = "every request of the batch waits with the scheduler"
+        raise SettingsError(f"kv_connector_extra_config.{GRACE}", grace_ms, why, "Use milliseconds from 0 to 1000.")
+    return Configuration(_settings(vllm_config, extra), _capabilities(vllm_config), grace_ms / 1000)
+
+
+def require_recompute(transfer: Any) -> bool:
+    """A load that fails is computed instead: with vLLM's default, "fail", a page that was evicted would be a failed request.
+    Returns whether that had to be changed. Before the scheduler reads it.
+    """
+    changed: bool = transfer.kv_load_failure_policy != "recompute"
+    transfer.kv_load_failure_policy = "recompute"
+    return changed
+
+
+def traits_of(vllm_config: Any) -> dict[str, str]:
+    """By layer, what else its bytes depend on: how the backend packs them, and what computes them."""
+    model = vllm_config.model_config
+    common = f"weights={model.quantization or 'plain'};model={str(model.dtype).removeprefix('torch.')};config={_digest(model)}"
+    traits = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None:
+            # A CPU's backend packs keys for the instructions that it found there.
+            traits[name] = f"{common};backend={backend.get_name()}{getattr(layer, 'isa', None) or ''}"
+    return traits
+
+
+def _digest(model: Any) -> str:
+    """What is configured over a model's name: rope scaling, say, changes keys."""
+    fields = {name: value for name, value in model.hf_text_config.to_dict().items() if not name.startswith("_")}
+    for name in ("transformers_version", "torch_dtype", "dtype", "use_cache"):
+        fields.pop(name, None)
+    # What has no spelling that is the same in every process is left out: else nothing would ever be found again.
+    spelt = json.dumps(fields, sort_keys=True, default=lambda _: None)
+    return blake2b(spelt.encode(), digest_size=8).hexdigest()
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if (ranks := getattr(parallel, name, 1)) > 1:
+            why = "akv serves vLLM with one rank per engine, as yet: the halves of a connector share a process"
+            raise SettingsError(name, ranks, why, "Use 1 of it, and data_parallel_size for more GPUs.")
+    backend = parallel.distributed_executor_backend
+    if backend not in (None, "uni"):
+        why = "the worker would live in another process than the scheduler"
+        raise SettingsError("distributed_executor_backend", backend, why, "Leave it out, or use 'uni'.")
+
+
+def _settings(vllm_config: Any, extra: dict[str, Any]) -> Settings:
+    """What stands in `kv_connector_extra_config`, else in akv's variables and file, else in Mooncake's file."""
+    role = vllm_config.kv_transfer_config.kv_role
+    given = extra.setdefault("role", _ROLES[role])
+    if given != _ROLES[role]:
+        raise SettingsError("role", given, f"kv_role is {role!r}", f"Leave it out: kv_role means {_ROLES[role]!r}.")
+    found = _explained(extra, vllm_config.model_config)
+    if found.sources["on_failure"] == "default":
+        # A cache that fails must not end a server.
+        found = _explained({**extra, "on_failure": "degrade"}, vllm_config.model_config)
+    return found.settings
+
+
+def _explained(given: Mapping[str, Any], model: Any) -> ExplainedSettings:
+    try:
+        return explain_settings(overrides=given)
+    except SettingsError as error:
+        if error.field != "model_key" or "model_key" in given:
+            raise
+        return explain_settings(overrides={**given, "model_key": _model_key(model)})
+
+
+def _model_key(model: Any) -> str:
+    """The name of the weights, where vLLM knows one: a repository and the commit that it resolved. A path is a name on one
+    machine, and may hold other weights tomorrow.
+    """
+    name, commit = str(model.model), model.revision
+    if commit and not Path(name).exists() and getattr(model, "model_weights", "") in ("", name):
+        return f"{name}@{commit}"
+    raise SettingsError(
+        "model_key",
+        "",
+        f"{name!r} does not say which weights it holds, to every server that shares the pool",
+        "Set kv_connector_extra_config.model_key to a name of the weights and their revision.",
+    )
+
+
+def _capabilities(vllm_config: Any) -> EngineCapabilities:
+    drafting = vllm_config.speculative_config
+    if drafting is None:
+        return EngineCapabilities()
+    if drafting.method not in _DRAFTERS:
+        why = "its drafter writes KV of its own, which akv has not been tried with in vLLM"
+        raise SettingsError("speculative_config.method", drafting.method, why, f"Use one of {', '.join(_DRAFTERS)}, or none.")
+    return EngineCapabilities(drafter="hidden_state")

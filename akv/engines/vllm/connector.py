@@ -1,0 +1,173 @@
+"""vLLM's connector interface, by its signatures; what the calls mean stands in `scheduler.py` and `worker.py`.
+
+The one module that follows vLLM's versions: `versions.py` says which it was tested with.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from akv import observe
+from akv.engines.vllm.configuration import configuration_of, require_recompute, traits_of
+from akv.engines.vllm.layout import WINDOW, cache_of
+from akv.engines.vllm.metrics import AkvPromMetrics, AkvStats
+from akv.engines.vllm.scheduler import SchedulerRole, StepOrder
+from akv.engines.vllm.session import join_session
+from akv.engines.vllm.versions import check_version
+from akv.engines.vllm.worker import Results, WorkerRole
+
+
+class AkvMetadata(KVConnectorMetadata):
+    """What the scheduler's role says to the worker's, of one step. It stays in the process."""
+
+    def __init__(self, order: StepOrder) -> None:
+        self.order = order
+
+
+class AkvConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads and saves vLLM's KV cache by akv. vLLM makes one for its scheduler and one for its worker, in one process."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises SettingsError or DependencyError: what is wrong with the configuration, by name."""
+        check_version(vllm_version)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._configuration = configuration_of(vllm_config, kv_cache_config)
+        self._session = join_session(vllm_config.kv_transfer_config.engine_id)
+        if role == KVConnectorRole.SCHEDULER:
+            if require_recompute(vllm_config.kv_transfer_config):
+                observe.emit(observe.ENGINE_RECOMPUTES)
+            groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+            self._scheduler = SchedulerRole(
+                self._session,
+                groups[0].block_size,
+                [spec.sliding_window for spec in groups if type(spec).__name__ in WINDOW],
+                self._configuration.grace_s,
+                loads=self._configuration.settings.role != "producer",
+            )
+        else:
+            self._worker = WorkerRole(self._session)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again by whoever wants it."""
+        return False
+
+    # -- the worker's role
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The cache is there: open."""
+        config = self._kv_cache_config
+        cache = cache_of(config.kv_cache_groups, config.num_blocks, kv_caches, traits_of(self._vllm_config))
+        self._session.open(self._configuration, cache)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads run beside the engine, from the step that has blocks for them."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is computed once its load is complete."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: pages are saved whole, behind the pass."""
+
+    def wait_for_save(self) -> None:
+        """The pass is queued: its saves are handed over. Waits for none of them."""
+        order = self._get_connector_metadata().order
+        if order.plan is not None:
+            self._worker.after_forward(order.plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The older form of `get_transfer_results`, which has no place for what failed."""
+        results = self._results()
+        return results.sent or None, results.received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What ended since the last call."""
+        results = self._results()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def get_kv_connector_stats(self) -> AkvStats | None:
+        """What was counted since the last call, by both roles; the worker's tells it."""
+        if self.role == KVConnectorRole.SCHEDULER or not (taken := self._session.counts.take()):
+            return None
+        return AkvStats(data=taken)
+
+    def shutdown(self) -> None:
+        """Close the connector. Either role may say so first."""
+        self._session.close()
+
+    def _results(self) -> Results:
+        idle = self.has_connector_metadata() and self._get_connector_metadata().order.idle
+        return self._worker.results(idle=idle)
+
+    # -- the scheduler's role
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where blocks are taken out of use that a fault left in a copy's hands."""
+        self._scheduler.block_pool = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        """Its lookup begins."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """What can be loaded beyond vLLM's own match. May be asked again and again."""
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Where to."""
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """One step's loads begin, and its pass is planned."""
+        return AkvMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the worker's role told is about to be acted upon."""
+        self._scheduler.received(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks are still read; then their end is told by `get_transfer_results`."""
+        aborted = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+        return self._scheduler.finished(request, aborted=aborted), None
+
+    def reset_cache(self) -> bool:
+        """Refused: what other servers read is not this one's to forget. New weights need the setting `revision` (K8)."""
+        observe.emit(observe.ENGINE_RESET_REFUSED)
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the pool has no events of its own."""
+        return ()
+
+    # -- metrics
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AkvStats:
+        """What `get_kv_connector_stats` said, on its way to a log."""
+        return AkvStats(data=data) if data is not None else AkvStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> AkvPromMetrics:
+        """The same as Prometheus counters, `vllm:akv_*`."""
+        return AkvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

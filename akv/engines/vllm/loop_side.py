@@ -1,0 +1,182 @@
+"""What runs on the connector's loop: the hooks' work, in as few hops as steps of the scheduler have."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from anyio import move_on_after
+
+from akv import observe
+from akv.connector import Connector
+from akv.engines.vllm.identity import scope_of
+from akv.engines.vllm.tracked import Tracked
+from akv.errors import AkvError, ConnectorBroken, DeviceError, EngineContractError, PagesLost
+from akv.request import Request
+from akv.values.messages import LoadState, PassPlan
+from akv.values.offers import Offer
+from akv.values.requests import Completion, LoadCompleted, Scheduled
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """Blocks that vLLM has put aside for an offer."""
+
+    tracked: Tracked
+    offer: Offer
+    tokens: int
+    pages: Sequence[Sequence[int]]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One request's part of a coming pass."""
+
+    tracked: Tracked
+    #: Tokens that akv does not have yet.
+    news: Sequence[int]
+    computed_before: int
+    tokens: int
+    draft_tokens: int
+    pages: Sequence[Sequence[int]]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one step of the scheduler has for the loop."""
+
+    preempted: Sequence[Tracked]
+    loads: Sequence[Loading]
+    parts: Sequence[Part]
+
+
+class LoopSide:
+    """The connector as the roles use it. Every method is called on its loop."""
+
+    def __init__(self, kv: Connector, tell: Callable[[Completion | PagesLost], None]) -> None:
+        """`tell` is called with what ended."""
+        self._kv = kv
+        self._tell = tell
+
+    async def deliver(self) -> None:
+        """Pass on whatever ends, for as long as the connector lives."""
+        while True:
+            await self._kv.changed.wait()
+            try:
+                for ended in self._kv.completed():
+                    self._tell(ended)
+            except PagesLost as lost:
+                self._tell(lost)
+
+    async def look_up(self, tracked: Tracked, news: Sequence[int], local_tokens: int) -> Offer:
+        """Ask what the pool holds of a request beyond the local match. Opens the request, where nothing has.
+
+        `news`: its tokens that are not known here.
+        """
+        request = self._opened(tracked, news)
+        return await request.lookup(local_tokens)
+
+    async def preempt(self, preempted: Sequence[Tracked]) -> None:
+        """The engine took the blocks of these requests away: return when nothing reads them."""
+        for tracked in preempted:
+            if tracked.request is not None and not tracked.ended:
+                await tracked.request.preempted()
+
+    def step(self, step: Step) -> PassPlan | None:
+        """Take up the loads, then plan the pass; None where it has no part of a request that is open."""
+        for load in step.loads:
+            self._reserve(load)
+        scheduled = [part for part in map(self._scheduled, step.parts) if part is not None]
+        return self._plan(scheduled) if scheduled else None
+
+    async def step_behind_preemptions(self, step: Step) -> PassPlan | None:
+        """As `step`, where blocks of preempted requests may be among those that are loaded into or computed in: no copy of
+        theirs is being read any more when this returns.
+        """
+        await self.preempt(step.preempted)
+        return self.step(step)
+
+    async def after_forward(self, plan: PassPlan) -> None:
+        """The pass has been queued."""
+        try:
+            await self._kv.after_forward(plan)
+        except (DeviceError, EngineContractError) as error:
+            observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
+
+    def finish(self, tracked: Tracked, news: Sequence[int]) -> bool:
+        """The request is complete. Returns whether its pages are free; else it is told when they are."""
+        tracked.ended = True
+        request = tracked.request
+        if request is None:
+            return True
+        try:
+            if news:
+                request.append(news)
+            request.finish()
+        except (DeviceError, EngineContractError) as error:
+            observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
+        return request.closed
+
+    async def cancel(self, tracked: Tracked) -> bool:
+        """As `finish`, of a request that is not wanted any more: what has not begun is withdrawn."""
+        tracked.ended = True
+        request = tracked.request
+        if request is None:
+            return True
+        with move_on_after(0):
+            # Cancelled at its first wait; the request is cancelled all the same, and its end is told.
+            await request.cancel()
+        return request.closed
+
+    def _opened(self, tracked: Tracked, news: Sequence[int]) -> Request:
+        """The request, opened where nothing has. Raises what opening one does; EngineContractError if it ended meanwhile."""
+        if tracked.ended:
+            raise EngineContractError(f"request {tracked.id!r} ended before it was looked up")
+        if tracked.request is None:
+            tracked.request = self._kv.open_request(
+                tracked.id, news, scope_of(tracked.vllm), reads_cache=not tracked.local_only
+            )
+        elif news:
+            tracked.request.append(news)
+        return tracked.request
+
+    def _reserve(self, load: Loading) -> None:
+        try:
+            self._opened(load.tracked, ()).reserve(load.offer, load.tokens, load.pages)
+        except (DeviceError, EngineContractError) as error:
+            observe.emit(observe.ENGINE_LOAD_REFUSED, request_id=load.tracked.id, error=error)
+            self._tell(LoadCompleted(request_id=load.tracked.id, incarnation=0, state=LoadState.FAILED, reason="refused"))
+
+    def _scheduled(self, part: Part) -> Scheduled | None:
+        try:
+            request = self._opened(part.tracked, part.news)
+        except ConnectorBroken:
+            raise
+        except AkvError as error:
+            self._exclude(part.tracked, error)
+            return None
+        return Scheduled(
+            request=request,
+            computed_before=part.computed_before,
+            tokens=part.tokens,
+            draft_tokens=part.draft_tokens,
+            pages=part.pages,
+        )
+
+    def _plan(self, scheduled: Sequence[Scheduled]) -> PassPlan | None:
+        try:
+            return self._kv.plan_pass(scheduled)
+        except EngineContractError as error:
+            # One part is at fault, and the others are not to go without their saves.
+            if len(scheduled) == 1:
+                observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
+                return None
+            good = []
+            for part in scheduled:
+                plan = self._plan([part])
+                if plan is not None:
+                    self._kv.drop_pass(plan)
+                    good.append(part)
+            return self._plan(good) if len(good) < len(scheduled) and good else None
+
+    @staticmethod
+    def _exclude(tracked: Tracked, error: AkvError) -> None:
+        """Nothing more of this request is asked of akv: its tokens or its scope cannot be named."""
+        if not tracked.ended:
+            observe.emit(observe.ENGINE_REQUEST_EXCLUDED, request_id=tracked.id, error=error)
+            tracked.ended = True

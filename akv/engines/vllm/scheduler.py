@@ -1,0 +1,215 @@
+"""The scheduler's role: what a request may load, where to, and what a step of the scheduler has for akv.
+
+No hook waits for the network. Lookups run on the connector's loop; a step of the scheduler waits for them at most
+`lookup_grace_ms` in all, and one that has something to load, or completes a block, hops to the loop once.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NamedTuple
+
+from akv import observe
+from akv.engines.vllm.identity import use_of
+from akv.engines.vllm.loop_side import Loading, Part, Step
+from akv.engines.vllm.session import Session
+from akv.engines.vllm.tracked import Tracked
+from akv.errors import AkvError
+from akv.units import NO_PAGE
+from akv.values.messages import PassPlan
+from akv.values.offers import Offer
+
+#: vLLM's block that stands for none.
+NULL_BLOCK = 0
+#: vLLM's answers: ask again later; nothing to load.
+LATER: tuple[int | None, bool] = (None, False)
+NOTHING: tuple[int | None, bool] = (0, False)
+#: Reasons of failed loads after which a request is computed, and not asked for again: another such load takes seconds (D3).
+SLOW = ("deadline", "holder_lost")
+
+
+class StepOrder(NamedTuple):
+    """What the scheduler's role has for the worker's of one step."""
+
+    plan: PassPlan | None
+    #: Nothing is computed in this step.
+    idle: bool
+
+
+class SchedulerRole:
+    """The hooks that vLLM's scheduler calls, in plain values."""
+
+    def __init__(
+        self, session: Session, tokens_per_block: int, windows: Sequence[int], grace_s: float, *, loads: bool = True
+    ) -> None:
+        """`windows`: the window in tokens of each group that has one. `loads`: whether this server does."""
+        self._loads_at_all = loads
+        self._session = session
+        self._tokens_per_block = tokens_per_block
+        self._windows = tuple(windows)
+        self._grace_s = self._grace_left = grace_s
+        self._loads: list[Loading] = []
+        #: vLLM's `BlockPool`, once it has handed it over.
+        self.block_pool: Any = None
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrives: its lookup begins, for no local match, as vLLM looks for one when it schedules."""
+        use = use_of(request)
+        if self._session.serving is None or not (use.reads or use.saves):
+            return
+        tracked = self._session.requests[request.request_id] = Tracked(request, use)
+        tracked.local_only = not (use.reads and self._loads_at_all)
+        # Also where nothing is to be loaded: it hashes the prompt, for which a pass has no time (L3).
+        self._look_up(tracked, 0)
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded beyond the local match, and that this takes steps; None: not known yet."""
+        session, tracked = self._session, self._session.requests.get(request.request_id)
+        if tracked is None or session.serving is None or tracked.local_only:
+            return NOTHING
+        most = (request.num_tokens - 1) // self._tokens_per_block * self._tokens_per_block
+        if local_tokens >= most:
+            return NOTHING
+        if tracked.preemptions != request.num_preemptions:
+            # Preempted between two steps, with all others, for a reset of the local cache; and at once it begins anew.
+            self._note_preemption(tracked)
+            session.ask(session.serving.loop.preempt, [tracked], otherwise=None)
+        if tracked.asked is None or tracked.asked_for != local_tokens:
+            self._look_up(tracked, local_tokens)
+        offer = self._answer(tracked)
+        if offer is None:
+            return LATER if tracked.asked is not None else NOTHING
+        return (offer.tokens, True) if offer.tokens else NOTHING
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """There are blocks for `tokens` tokens of the offer; none: it takes up nothing. `blocks`: its `KVCacheBlocks`."""
+        tracked = self._session.requests.get(request.request_id)
+        if not tokens or tracked is None or tracked.asked is None:
+            return
+        tracked.receiving, tracked.reported = True, False
+        offer, tracked.asked = tracked.asked.result(), None
+        self._session.counts.add("offers")
+        self._session.counts.add("offered_tokens", tokens)
+        self._loads.append(Loading(tracked, offer, tokens, self._pages(blocks.get_block_ids())))
+
+    def step(self, output: Any) -> StepOrder:
+        """A step is scheduled. `output`: vLLM's `SchedulerOutput`, which is only read."""
+        self._grace_left = self._grace_s
+        requests = self._session.requests
+        preempted = []
+        for request_id in output.preempted_req_ids or ():
+            tracked = requests.get(request_id)
+            if tracked is not None and tracked.preemptions != tracked.vllm.num_preemptions:
+                self._note_preemption(tracked)
+                preempted.append(tracked)
+        loads, self._loads = self._loads, []
+        parts = []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tracked = requests.get(request_id)
+            if tracked is not None and tracked.use.saves:
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                before = tracked.vllm.num_computed_tokens
+                if self._passes_a_boundary(tracked, before + tokens - drafts, drafts):
+                    pages = self._pages(output.kv_connector_block_state.get_block_ids(request_id))
+                    parts.append(Part(tracked, tracked.news(), before, tokens - drafts, drafts, pages))
+        idle = not output.num_scheduled_tokens
+        if not (preempted or loads or parts) or self._session.serving is None:
+            return StepOrder(None, idle)
+        loop = self._session.serving.loop
+        run = loop.step_behind_preemptions if preempted else loop.step
+        return StepOrder(self._session.ask(run, Step(preempted, loads, parts), otherwise=None), idle)
+
+    def received(self, ended: Iterable[str]) -> None:
+        """The scheduler reads that these requests' loads ended; before it frees anything."""
+        self._keep_lost_blocks()
+        for request_id in ended:
+            if (tracked := self._session.requests.get(request_id)) is not None:
+                tracked.receiving = False
+                if tracked.vllm.is_finished():
+                    del self._session.requests[request_id]
+
+    def finished(self, request: Any, *, aborted: bool) -> bool:
+        """A request ended. Returns whether vLLM is to keep its blocks until it is told that nothing reads them."""
+        session, tracked = self._session, self._session.requests.get(request.request_id)
+        if tracked is None:
+            return False
+        self._loads = [load for load in self._loads if load.tracked is not tracked]
+        if tracked.asked is not None:
+            tracked.asked.cancel()
+        serving = session.serving
+        if serving is None:
+            free = True
+        elif aborted:
+            free = session.ask(serving.loop.cancel, tracked, otherwise=True)
+        else:
+            news = tracked.news() if tracked.use.saves else []
+            free = session.ask(serving.loop.finish, tracked, news, otherwise=True)
+        if tracked.receiving:
+            # vLLM keeps the blocks until it reads that the load ended, and forgets the request then.
+            if free:
+                session.ends.append(tracked)
+            return False
+        if free:
+            del session.requests[request.request_id]
+            return False
+        tracked.held = True
+        return True
+
+    @staticmethod
+    def _note_preemption(tracked: Tracked) -> None:
+        tracked.preemptions = tracked.vllm.num_preemptions
+        tracked.asked, tracked.noted = None, ()
+
+    def _look_up(self, tracked: Tracked, local_tokens: int) -> None:
+        serving = self._session.serving
+        if serving is None:
+            return
+        if tracked.asked is not None:
+            tracked.asked.cancel()
+        self._session.counts.add("lookups")
+        tracked.asked_for = local_tokens
+        tracked.asked = self._session.begin(serving.loop.look_up, tracked, tracked.news(), local_tokens)
+
+    def _answer(self, tracked: Tracked) -> Offer | None:
+        """What the lookup found; None: not yet, or nothing was asked any more (`asked` is None then)."""
+        asked = tracked.asked
+        if asked is None:
+            return None
+        if not asked.done() and self._grace_left > 0:
+            began = monotonic()
+            with suppress(TimeoutError):
+                asked.exception(self._grace_left)
+            self._grace_left -= monotonic() - began
+        if not asked.done():
+            return None
+        try:
+            offer = asked.result()
+        except AkvError as error:
+            # Its tokens or its scope cannot be named, or the connector broke: computed, like any request.
+            observe.emit(observe.ENGINE_REQUEST_EXCLUDED, request_id=tracked.id, error=error)
+            tracked.local_only, tracked.asked = True, None
+            return None
+        return offer
+
+    def _passes_a_boundary(self, tracked: Tracked, computed: int, drafts: int) -> bool:
+        """Whether this pass completes a block, or moves a window on by one: others change nothing that akv is to know, and
+        a step in which every request decodes in the midst of a block costs no hop.
+        """
+        behind = (max(0, computed + drafts + 1 - window) // self._tokens_per_block for window in self._windows)
+        noted = (computed // self._tokens_per_block, *behind)
+        if noted == tracked.noted:
+            return False
+        tracked.noted = noted
+        return True
+
+    def _pages(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        if not self._windows:
+            return block_ids
+        return [[NO_PAGE if block == NULL_BLOCK else block for block in group] for group in block_ids]
+
+    def _keep_lost_blocks(self) -> None:
+        """One reference more than anybody gives back: vLLM never hands them out again."""
+        lost = self._session.lost_blocks
+        if lost and self.block_pool is not None:
+            self.block_pool.touch([self.block_pool.blocks[block] for block in sorted(lost)])
+            lost.clear()

@@ -1,0 +1,134 @@
+"""What both roles of one engine share in its process: the bridge, the requests, and what has ended.
+
+vLLM makes its two connectors apart, the worker's first, and neither knows the other; the engine's id joins them. They are
+called by one thread; what the loop tells comes through a queue.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from akv import observe
+from akv.bridge import Bridge, open_bridge
+from akv.engines.vllm.configuration import Configuration
+from akv.engines.vllm.layout import Cache
+from akv.engines.vllm.loop_side import LoopSide
+from akv.engines.vllm.stats import Counts
+from akv.engines.vllm.tracked import Tracked
+from akv.errors import ConnectorBroken, NotOpenError, PagesLost
+from akv.ports import Ports
+from akv.values.messages import PagesPerGroup
+from akv.values.requests import Completion
+
+Answer = TypeVar("Answer")
+
+#: One for each engine of this process, by the engine's id. A global, because vLLM gives the two roles nothing else in common.
+_sessions: dict[str, "Session"] = {}
+_joining = threading.Lock()
+
+
+def join_session(engine_id: str) -> "Session":
+    """The session of that engine; made by whichever role comes first."""
+    with _joining:
+        return _sessions.setdefault(engine_id, Session(engine_id))
+
+
+class Serving:
+    """A bridge and what runs on its loop."""
+
+    def __init__(self, bridge: Bridge, tell: Callable[[Completion | PagesLost], None]) -> None:
+        self.bridge = bridge
+        self.loop = LoopSide(bridge.kv, tell)
+        self._delivery: Future[None] = bridge.begin(self.loop.deliver)
+
+
+class Session:
+    """One engine's connector. The engine's thread calls every method but `_told`."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+        #: None before the worker has the cache, and once nothing can be asked any more.
+        self.serving: Serving | None = None
+        self._failed = False
+        #: The requests that vLLM has not forgotten, by its id.
+        self.requests: dict[str, Tracked] = {}
+        #: What ended and was not looked at, oldest first, a request whose blocks were free at once included; and whether there
+        #: is something new, lookups too.
+        self.ends: deque[Completion | PagesLost | Tracked] = deque()
+        self.arrived = threading.Event()
+        #: Blocks that must never be used again, which the scheduler's role takes out of use.
+        self.lost_blocks: set[int] = set()
+        self.counts = Counts()
+
+    def open(self, configuration: Configuration, cache: Cache, ports: Ports | None = None) -> None:
+        """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises."""
+        settings, capabilities, _ = configuration
+        bridge = open_bridge(settings, cache.layout, cache.tensors, capabilities=capabilities, ports=ports)
+        self.serving = Serving(bridge, self._told)
+
+    def close(self) -> None:
+        """Close the connector, whichever role says so first. Later hooks are answered without a cache."""
+        serving, self.serving = self.serving, None
+        with _joining:
+            if _sessions.get(self._engine_id) is self:
+                del _sessions[self._engine_id]
+        if serving is not None:
+            serving.bridge.close()
+
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM has nothing to do, as far as akv knows, before something of akv's ends."""
+        return any(tracked.receiving or tracked.held or _asking(tracked) for tracked in self.requests.values())
+
+    def ask(self, function: Callable[..., Any], *args: object, otherwise: Answer) -> Any | Answer:
+        """Call a function of the loop's side and return its result; `otherwise` where there is no cache any more."""
+        serving = self.serving
+        if serving is None:
+            return otherwise
+        try:
+            return serving.bridge.call(function, *args)
+        except (ConnectorBroken, NotOpenError) as error:
+            self.fail(error)
+            return otherwise
+
+    def begin(self, function: Callable[..., Any], *args: object) -> "Future[Any] | None":
+        """Begin a function of the loop's side; None where there is no cache any more."""
+        serving = self.serving
+        if serving is None:
+            return None
+        try:
+            future = serving.bridge.begin(function, *args)
+        except (ConnectorBroken, NotOpenError) as error:
+            self.fail(error)
+            return None
+        future.add_done_callback(lambda _: self.arrived.set())
+        return future
+
+    def fail(self, error: Exception) -> None:
+        """The connector serves no more. Blocks that a copy may still touch are lost; all others are vLLM's again."""
+        serving, self.serving = self.serving, None
+        if serving is None or self._failed:
+            return
+        self._failed = True
+        observe.emit(observe.ENGINE_WITHOUT_CACHE, error=error)
+        self.lose(serving.bridge.kv.touched_pages)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the connector broke."""
+        return self._failed
+
+    def lose(self, pages: PagesPerGroup | Sequence[Sequence[int]]) -> None:
+        """Blocks that nobody can give back."""
+        self.lost_blocks.update(block for group in pages for block in group)
+
+    def _told(self, ended: Completion | PagesLost) -> None:
+        """On the loop."""
+        self.ends.append(ended)
+        self.arrived.set()
+
+
+def _asking(tracked: Tracked) -> bool:
+    return tracked.asked is not None and not tracked.asked.done()

@@ -1,0 +1,117 @@
+"""The worker's role: the cache, the end of each pass, and what has ended since the last one."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from akv.engines.vllm.scheduler import SLOW
+from akv.engines.vllm.session import Session
+from akv.engines.vllm.tracked import Tracked
+from akv.errors import PagesLost
+from akv.values.messages import LoadState, PassPlan
+from akv.values.requests import LoadCompleted, SavesCompleted
+
+#: Seconds that a step which computes nothing waits for something to end. vLLM would come again at once, and its loop would
+#: keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
+IDLE_WAIT_S = 0.001
+
+
+class Results(NamedTuple):
+    """What ended, by vLLM's ids. A load that failed stands in two of them."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+class WorkerRole:
+    """The hooks that vLLM's model runner calls, in plain values."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def after_forward(self, plan: PassPlan) -> None:
+        """The planned pass is queued on the device. Waits until copies of window pages are queued, and for nothing else."""
+        serving = self._session.serving
+        if serving is None:
+            return
+        if any(order.snapshot for order in plan.saves):
+            self._session.ask(serving.loop.after_forward, plan, otherwise=None)
+        else:
+            self._session.begin(serving.loop.after_forward, plan)
+
+    def results(self, *, idle: bool) -> Results:
+        """What ended since the last call. Never blocks, but for `IDLE_WAIT_S` in a step that computes nothing."""
+        session = self._session
+        if idle and not session.ends and session.serving is not None and session.waits:
+            session.arrived.wait(IDLE_WAIT_S)
+        session.arrived.clear()
+        results = Results(set(), set(), set())
+        while session.ends:
+            ended = session.ends.popleft()
+            if isinstance(ended, Tracked):
+                self._over(ended, results)
+                continue
+            tracked = session.requests.get(ended.request_id)
+            match ended:
+                case LoadCompleted():
+                    self._load_ended(tracked, ended, results)
+                case SavesCompleted():
+                    self._request_ended(tracked, ended, results)
+                case PagesLost():
+                    self._lost(tracked, ended.pages, results)
+                case _:
+                    pass
+        if session.failed or session.serving is None:
+            self._give_back_all(results)
+        return results
+
+    def _load_ended(self, tracked: Tracked | None, ended: LoadCompleted, results: Results) -> None:
+        counts = self._session.counts
+        if ended.state is LoadState.LOADED:
+            counts.add("loads")
+            counts.add("loaded_tokens", ended.tokens)
+        elif ended.state is LoadState.FAILED:
+            counts.add("failed_loads")
+        # Of a request that was aborted the end of everything is told.
+        if tracked is None or not tracked.receiving or tracked.reported or tracked.ended:
+            return
+        if ended.state is not LoadState.LOADED:
+            results.failed.add(tracked.id)
+            tracked.local_only = tracked.local_only or ended.reason in SLOW
+        self._received(tracked, results)
+
+    def _request_ended(self, tracked: Tracked | None, ended: SavesCompleted, results: Results) -> None:
+        self._session.counts.add("saved_requests")
+        self._session.counts.add("stored_blocks", ended.stored_blocks)
+        self._session.counts.add("refused_blocks", ended.refused_blocks)
+        # An incarnation that was preempted ends, too, and its request goes on.
+        if tracked is not None and tracked.ended and tracked.request is not None and tracked.request.closed:
+            self._over(tracked, results)
+
+    def _lost(self, tracked: Tracked | None, pages: Sequence[Sequence[int]], results: Results) -> None:
+        self._session.lose(pages)
+        if tracked is not None:
+            self._over(tracked, results, failed=True)
+
+    def _over(self, tracked: Tracked, results: Results, *, failed: bool = False) -> None:
+        """Nothing touches the request's blocks any more, or nobody can say so and the blocks are lost."""
+        if tracked.receiving:
+            if not tracked.reported:
+                if failed:
+                    results.failed.add(tracked.id)
+                self._received(tracked, results)
+        elif tracked.held:
+            tracked.held = False
+            results.sent.add(tracked.id)
+            del self._session.requests[tracked.id]
+
+    @staticmethod
+    def _received(tracked: Tracked, results: Results) -> None:
+        tracked.reported = True
+        results.received.add(tracked.id)
+
+    def _give_back_all(self, results: Results) -> None:
+        """There is no cache any more, and what a copy may touch was taken out of use."""
+        for tracked in list(self._session.requests.values()):
+            if tracked.receiving or tracked.held:
+                self._over(tracked, results, failed=True)
