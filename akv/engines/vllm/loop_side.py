@@ -15,6 +15,9 @@ from akv.values.messages import LoadState, PassPlan
 from akv.values.offers import Offer
 from akv.values.requests import Completion, LoadCompleted, Scheduled
 
+#: The reason of a load that akv did not begin.
+REFUSED = "refused"
+
 
 class Loading(msgspec.Struct, frozen=True):
     """Blocks that vLLM has put aside for an offer."""
@@ -29,8 +32,6 @@ class Part(msgspec.Struct, frozen=True):
     """One request's part of a coming pass."""
 
     tracked: Tracked
-    #: Tokens that akv does not have yet.
-    news: Sequence[int]
     computed_before: int
     tokens: int
     draft_tokens: int
@@ -63,12 +64,9 @@ class LoopSide:
             except PagesLost as lost:
                 self._tell(lost)
 
-    async def look_up(self, tracked: Tracked, news: Sequence[int], local_tokens: int) -> Offer:
-        """Ask what the pool holds of a request beyond the local match. Opens the request, where nothing has.
-
-        `news`: its tokens that are not known here.
-        """
-        request = self._opened(tracked, news)
+    async def look_up(self, tracked: Tracked, local_tokens: int) -> Offer:
+        """Ask what the pool holds of a request beyond the local match. Opens the request, where nothing has."""
+        request = self._opened(tracked)
         return await request.lookup(local_tokens)
 
     async def preempt(self, preempted: Sequence[Tracked]) -> None:
@@ -98,14 +96,14 @@ class LoopSide:
         except (DeviceError, EngineContractError) as error:
             observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
 
-    def finish(self, tracked: Tracked, news: Sequence[int]) -> bool:
+    def finish(self, tracked: Tracked) -> bool:
         """The request is complete. Returns whether its pages are free; else it is told when they are."""
         tracked.ended = True
         request = tracked.request
         if request is None:
             return True
         try:
-            if news:
+            if news := tracked.take():
                 request.append(news)
             request.finish()
         except (DeviceError, EngineContractError) as error:
@@ -123,10 +121,11 @@ class LoopSide:
             await request.cancel()
         return request.closed
 
-    def _opened(self, tracked: Tracked, news: Sequence[int]) -> Request:
+    def _opened(self, tracked: Tracked) -> Request:
         """The request, opened where nothing has. Raises what opening one does; EngineContractError if it ended meanwhile."""
         if tracked.ended:
             raise EngineContractError(f"request {tracked.id!r} ended before it was looked up")
+        news = tracked.take()
         if tracked.request is None:
             tracked.request = self._kv.open_request(
                 tracked.id, news, scope_of(tracked.vllm), reads_cache=not tracked.local_only
@@ -137,14 +136,14 @@ class LoopSide:
 
     def _reserve(self, load: Loading) -> None:
         try:
-            self._opened(load.tracked, ()).reserve(load.offer, load.tokens, load.pages)
+            self._opened(load.tracked).reserve(load.offer, load.tokens, load.pages)
         except (DeviceError, EngineContractError) as error:
             observe.emit(observe.ENGINE_LOAD_REFUSED, request_id=load.tracked.id, error=error)
-            self._tell(LoadCompleted(request_id=load.tracked.id, incarnation=0, state=LoadState.FAILED, reason="refused"))
+            self._tell(LoadCompleted(request_id=load.tracked.id, incarnation=0, state=LoadState.FAILED, reason=REFUSED))
 
     def _scheduled(self, part: Part) -> Scheduled | None:
         try:
-            request = self._opened(part.tracked, part.news)
+            request = self._opened(part.tracked)
         except ConnectorBroken:
             raise
         except AkvError as error:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from akv import observe
 from akv.engines.vllm.identity import use_of
-from akv.engines.vllm.loop_side import Loading, Part, Step
+from akv.engines.vllm.loop_side import REFUSED, Loading, Part, Step
 from akv.engines.vllm.session import Session
 from akv.engines.vllm.tracked import Tracked
 from akv.errors import AkvError
@@ -24,8 +24,9 @@ NULL_BLOCK = 0
 #: vLLM's answers: ask again later; nothing to load.
 LATER: tuple[int | None, bool] = (None, False)
 NOTHING: tuple[int | None, bool] = (0, False)
-#: Reasons of failed loads after which a request is computed, and not asked for again: another such load takes seconds (D3).
-SLOW = ("deadline", "holder_lost")
+#: Reasons of failed loads after which a request is computed, and not asked for again: another such load takes seconds (D3), or
+#: would be refused like the first.
+FINAL = ("deadline", "holder_lost", REFUSED)
 
 
 class StepOrder(NamedTuple):
@@ -110,8 +111,9 @@ class SchedulerRole:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 before = tracked.vllm.num_computed_tokens
                 if self._passes_a_boundary(tracked, before + tokens - drafts, drafts):
+                    tracked.send()
                     pages = self._pages(output.kv_connector_block_state.get_block_ids(request_id))
-                    parts.append(Part(tracked, tracked.news(), before, tokens - drafts, drafts, pages))
+                    parts.append(Part(tracked, before, tokens - drafts, drafts, pages))
         idle = not output.num_scheduled_tokens
         if not (preempted or loads or parts) or self._session.serving is None:
             return StepOrder(None, idle)
@@ -142,8 +144,8 @@ class SchedulerRole:
         elif aborted:
             free = session.ask(serving.loop.cancel, tracked, otherwise=True)
         else:
-            news = tracked.news() if tracked.use.saves else []
-            free = session.ask(serving.loop.finish, tracked, news, otherwise=True)
+            tracked.send()
+            free = session.ask(serving.loop.finish, tracked, otherwise=True)
         if tracked.receiving:
             # vLLM keeps the blocks until it reads that the load ended, and forgets the request then.
             if free:
@@ -168,7 +170,8 @@ class SchedulerRole:
             tracked.asked.cancel()
         self._session.counts.add("lookups")
         tracked.asked_for = local_tokens
-        tracked.asked = self._session.begin(serving.loop.look_up, tracked, tracked.news(), local_tokens)
+        tracked.send()
+        tracked.asked = self._session.begin(serving.loop.look_up, tracked, local_tokens)
 
     def _answer(self, tracked: Tracked) -> Offer | None:
         """What the lookup found; None: not yet, or nothing was asked any more (`asked` is None then)."""

@@ -1,5 +1,6 @@
 """What the adapter keeps of one request of vLLM's, in the engine's thread and on the connector's loop."""
 
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,9 +10,11 @@ from akv.values.offers import Offer
 
 
 class Tracked:
-    """One request. The engine's thread owns every field but the last three, which the loop owns."""
+    """One request. The engine's thread owns every field but the last two, which the loop owns, and the queue of tokens."""
 
     __slots__ = (
+        "_news",
+        "_sent",
         "asked",
         "asked_for",
         "ended",
@@ -22,7 +25,6 @@ class Tracked:
         "receiving",
         "reported",
         "request",
-        "sent",
         "use",
         "vllm",
     )
@@ -46,8 +48,10 @@ class Tracked:
         self.noted: tuple[int, ...] = ()
         #: How often vLLM had preempted it when akv was told last.
         self.preemptions = 0
-        #: Tokens that the loop has, or that are on their way to it.
-        self.sent = 0
+        #: Tokens that were sent, and those of them that the loop has not taken. A queue, because whatever was to take them may
+        #: be cancelled before it began.
+        self._sent = 0
+        self._news: deque[list[int]] = deque()
         #: akv's own; None until the loop has opened it.
         self.request: Request | None = None
         #: It ended, maybe before it was opened.
@@ -58,8 +62,15 @@ class Tracked:
         """As vLLM names it."""
         return str(self.vllm.request_id)
 
-    def news(self) -> list[int]:
-        """Its tokens that the loop does not have. They count as sent."""
-        tokens: list[int] = self.vllm.all_token_ids[self.sent :]
-        self.sent += len(tokens)
+    def send(self) -> None:
+        """In the engine's thread: what it has grown by is there for the loop to take."""
+        if tokens := self.vllm.all_token_ids[self._sent :]:
+            self._sent += len(tokens)
+            self._news.append(tokens)
+
+    def take(self) -> list[int]:
+        """On the loop: its tokens that were sent and not taken."""
+        tokens: list[int] = []
+        while self._news:
+            tokens += self._news.popleft()
         return tokens

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from akv.engines.vllm.scheduler import SLOW
+from akv.engines.vllm.scheduler import FINAL
 from akv.engines.vllm.session import Session
 from akv.engines.vllm.tracked import Tracked
 from akv.errors import PagesLost
@@ -77,7 +77,7 @@ class WorkerRole:
             return
         if ended.state is not LoadState.LOADED:
             results.failed.add(tracked.id)
-            tracked.local_only = tracked.local_only or ended.reason in SLOW
+            tracked.local_only = tracked.local_only or ended.reason in FINAL
         self._received(tracked, results)
 
     def _request_ended(self, tracked: Tracked | None, ended: SavesCompleted, results: Results) -> None:
@@ -91,7 +91,9 @@ class WorkerRole:
     def _lost(self, tracked: Tracked | None, pages: Sequence[Sequence[int]], results: Results) -> None:
         self._session.lose(pages)
         if tracked is not None:
+            # For akv it is over; vLLM computes it, in other blocks.
             self._over(tracked, results, failed=True)
+            self._session.requests.pop(tracked.id, None)
 
     def _over(self, tracked: Tracked, results: Results, *, failed: bool = False) -> None:
         """Nothing touches the request's blocks any more, or nobody can say so and the blocks are lost."""

@@ -1,0 +1,202 @@
+"""When the pool, the connector or the adapter's caller fails: vLLM computes, and no block is given on too early."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from akv.errors import PagesLost
+from akv.ports.calls import CallKind, CallSize
+from akv.ports.pool import KeyState
+from akv_testing.ports import tiny_layout
+from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS
+from akv_testing.vllm_objects import Blocks, Status
+
+
+def warm(**settings: Any) -> FakeServer:
+    return FakeServer.warm(TOKENS, layout=tiny_layout(), **settings)
+
+
+class Planted(Exception):
+    """What services crash with."""
+
+
+def raises(*_: object, **__: object) -> Any:
+    raise Planted
+
+
+@pytest.mark.parametrize(("answer", "loads"), [(KeyState.MISSING, 1), (KeyState.LEASE_EXPIRED, 2), (KeyState.HOLDER_LOST, 1)])
+def test_D3_a_load_that_fails_is_computed_and_not_tried_for_ever(make: Any, answer: KeyState, loads: int) -> None:
+    engine = make(warm())
+    engine.call(lambda: engine.server.pool.answer("get", answer, times=None))
+    engine.add("a", TOKENS)
+    engine.run()
+    # A page that is missing is not offered again; where the lease was too short, akv's `max_load_attempts` ends it.
+    assert engine.failures == ["a"] * loads
+    assert engine.ended["a"].num_tokens == len(TOKENS) + 2
+    assert engine.session.counts.take()["failed_loads"] == loads
+    assert len(engine.pool.free) == 63
+
+
+def test_D3_after_a_slow_failure_it_is_computed_although_more_might_be_there(make: Any) -> None:
+    engine = make(warm(load_deadline_s=0.02))
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("a", TOKENS)
+    engine.run("a")
+    assert engine.failures == ["a"]
+    engine.call(gate.release)
+
+
+def test_a_lookup_that_hangs_delays_no_other_request(make: Any) -> None:
+    engine = make(warm(), grace_s=0.0)
+    gate = engine.call(engine.server.runner.hold, CallKind.PROBE)
+    engine.add("hangs", TOKENS)
+    engine.add("reads nothing", TOKENS, kv_transfer_params={"akv.do_not_read": True})
+    engine.run("reads nothing")
+    assert engine.requests["hangs"].status is Status.WAITING
+    engine.call(gate.release)
+    engine.run()
+
+
+def test_the_grace_of_one_step_is_for_all_its_requests_together(make: Any) -> None:
+    engine = make(warm(), grace_s=0.02)
+    gate = engine.call(engine.server.runner.hold, CallKind.PROBE)
+    for number in range(8):
+        engine.add(str(number), TOKENS)
+    engine.step()
+    assert engine.scheduler._grace_left == engine.scheduler._grace_s
+    engine.scheduler.matched(engine.requests["0"], 0)
+    assert engine.scheduler._grace_left <= 0
+    began = engine.scheduler._grace_left
+    engine.scheduler.matched(engine.requests["1"], 0)
+    assert engine.scheduler._grace_left == began
+    engine.call(gate.release)
+    engine.run()
+
+
+def test_another_local_match_is_looked_up_anew_and_a_full_one_not_at_all(make: Any) -> None:
+    engine = make(warm(), grace_s=1.0)
+    request = engine.add("a", TOKENS)
+    assert engine.scheduler.matched(request, 8) == (8, True)
+    assert engine.scheduler.matched(request, 8) == (8, True)
+    assert engine.session.counts.take()["lookups"] == 2
+    assert engine.scheduler.matched(request, 16) == (0, False)
+    assert engine.session.counts.take() == {}
+    engine.run()
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens"), [([[1, 1, 1, 1]], 16), ([[1, 2, 3, 4]], 3)], ids=["one page twice", "part of a block"]
+)
+def test_L6_blocks_that_cannot_be_taken_are_computed_into(
+    make: Any, table: list[list[int]], tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(warm(), grace_s=1.0)
+    request = engine.add("a", TOKENS)
+    assert engine.scheduler.matched(request, 0) == (16, True)
+    engine._allocate(request, 16, 0)
+    engine.scheduler.allocated(request, Blocks(table), tokens)
+    request.status, request.num_computed_tokens = Status.WAITING_FOR_REMOTE_KVS, 16
+    with caplog.at_level(logging.WARNING, "akv"):
+        engine.run()
+    assert "akv.engine.load_refused" in caplog.text
+    assert engine.ended["a"].num_tokens == len(TOKENS) + 2
+
+
+def test_L6_one_request_of_which_a_pass_says_what_cannot_be_costs_the_others_nothing(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    engine.add("good", TOKENS)
+    engine.add("bad", LONG)
+    blocks_of = engine.scheduler._pages
+    engine.scheduler._pages = lambda ids: [[1] * len(ids[0])] if len(ids[0]) > 6 else blocks_of(ids)
+    with caplog.at_level(logging.WARNING, "akv"):
+        engine.run("good")
+    engine.scheduler._pages = blocks_of
+    engine.run()
+    assert "akv.engine.pass_unsaved" in caplog.text
+    assert engine.call(engine.server.stored_blocks, TOKENS) == [0, 1, 2, 3]
+
+
+def test_K6_a_request_whose_tokens_cannot_be_named_is_computed(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    tokens = [*range(17), 2**64]
+    with caplog.at_level(logging.WARNING, "akv"):
+        engine.add("a", tokens, max_tokens=1)
+        engine._forward = lambda *_: None
+        engine.run()
+    assert "akv.engine.request_excluded" in caplog.text
+    assert str(2**64) not in caplog.text
+    assert engine.session.requests == {}
+
+
+def test_M8_a_connector_that_breaks_while_it_loads_ends_the_wait_and_keeps_the_blocks_that_a_copy_may_touch(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(warm())
+    engine.call(engine.server.device.script.hold, "scatter")
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    written = set(engine.tables["a"][0][:4])
+    engine.call(lambda: engine.server.runner.start(CallKind.COPY, lambda: None, CallSize(), raises))
+    bridge = engine.session.serving.bridge
+    engine.until(lambda: bridge.broken)
+    engine.add("b", LONG)
+    engine._check_pages = engine._forward = lambda *_: None
+    engine.run()
+    assert sorted(engine.ended) == ["a", "b"]
+    assert "akv.engine.without_cache" in caplog.text
+    lost = {block.block_id for block in engine.pool.blocks[1:] if block.ref_cnt}
+    assert lost
+    assert lost <= written
+    engine.left_behind = True
+
+
+def test_O8_pages_that_are_lost_are_never_given_on(make: Any) -> None:
+    engine = make(warm(on_failure="degrade"))
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    engine.session.ends.append(PagesLost("a", 1, (tuple(engine.tables["a"][0]),)))
+    kept = list(engine.tables["a"][0])
+    engine.until(lambda: engine.requests["a"].status is not Status.WAITING_FOR_REMOTE_KVS)
+    assert engine.failures == ["a"]
+    engine.run()
+    assert not set(kept) & set(engine.pool.free)
+    assert len(engine.pool.free) == 63 - 4
+    engine.call(gate.release)
+
+
+def test_O8_without_a_cache_vllm_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(warm(on_failure="degrade"))
+    monkeypatch.setattr(engine.server.pool, "get", raises)
+    engine.add("a", TOKENS)
+    engine.run()
+    assert engine.failures == ["a"]
+    engine.add("b", TOKENS)
+    engine.run()
+    assert sorted(engine.ended) == ["a", "b"]
+    assert len(engine.pool.free) == 63
+
+
+def test_O7_a_pool_that_does_not_answer_is_a_miss_at_once(make: Any) -> None:
+    engine = make(warm())
+    engine.call(lambda: engine.server.pool.answer("probe", KeyState.UNAVAILABLE, times=None))
+    for name in "abc":
+        engine.add(name, TOKENS)
+    engine.run()
+    assert engine.loaded == {}
+    assert len(engine.ended) == 3
+
+
+def test_what_comes_after_the_end_is_answered_without_a_cache(make: Any) -> None:
+    engine = make(warm())
+    request = engine.add("a", TOKENS)
+    engine.close()
+    assert engine.scheduler.matched(request, 0) == (0, False)
+    engine.run()
+    engine.add("b", TOKENS)
+    engine.run()
+    assert sorted(engine.ended) == ["a", "b"]

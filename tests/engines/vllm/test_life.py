@@ -1,0 +1,211 @@
+"""Requests of vLLM's in vLLM's order of calls: computed, saved, loaded, preempted, aborted."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from akv.ports.calls import CallKind
+from akv_testing.ports import tiny_layout
+from akv_testing.server import FakeServer
+from akv_testing.traffic import LONG, TOKENS
+from akv_testing.vllm_objects import Status
+from akv_testing.window_server import WindowServer
+
+
+def test_what_one_engine_computed_another_one_loads(make: Any) -> None:
+    first = make()
+    first.add("a", TOKENS)
+    first.run()
+    assert first.call(first.server.stored_blocks, TOKENS) == [0, 1, 2, 3]
+    assert len(first.pool.free) == 63
+    second = make(FakeServer(layout=tiny_layout(), store=first.server.store))
+    request = second.add("b", TOKENS)
+    second.run()
+    assert second.loaded == {"b": 16}
+    assert request.all_token_ids == first.ended["a"].all_token_ids
+    assert len(second.pool.free) == 63
+
+
+def test_L1_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS[:16], layout=tiny_layout()))
+    engine.add("a", TOKENS[:16])
+    engine.run()
+    assert engine.loaded == {"a": 12}
+
+
+def test_S12_what_was_generated_is_saved_and_the_next_turn_finds_it(make: Any) -> None:
+    engine = make()
+    turn = engine.add("a", TOKENS, max_tokens=8)
+    engine.run()
+    # 18 and 8 tokens: 25 have KV, and 24 are in whole blocks.
+    assert engine.call(engine.server.stored_blocks, turn.all_token_ids) == [0, 1, 2, 3, 4, 5]
+    engine.add("b", [*turn.all_token_ids, 7, 7, 7])
+    engine.run()
+    assert engine.loaded == {"b": 24}
+
+
+def test_a_step_in_which_requests_decode_within_a_block_costs_no_hop(make: Any) -> None:
+    engine = make()
+    engine.add("a", TOKENS, max_tokens=8)
+    engine.until(lambda: engine.running)
+    orders = []
+    while engine.requests["a"].num_computed_tokens < 23:
+        order, scheduled = engine.schedule()
+        orders.append(order.plan is not None)
+        engine.act_upon(engine.execute(order, scheduled), scheduled)
+    # 19, 20 (a block is whole), 21, 22, 23.
+    assert orders == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_D7_a_preempted_request_begins_again_and_loads_what_it_had_saved(make: Any, ahead: bool) -> None:
+    engine = make(FakeServer(layout=tiny_layout()), chunk=8)
+    undisturbed = make()
+    for one in (engine, undisturbed):
+        one.add("a", LONG, max_tokens=6)
+    undisturbed.run()
+    engine.until(lambda: engine.requests["a"].num_tokens == len(LONG) + 3)
+    if ahead:
+        engine.step(act=False)
+    engine.preempt("a")
+    engine.until(lambda: engine.call(engine.server.stored_blocks, LONG) or engine.requests["a"].num_preemptions)
+    engine.run()
+    assert engine.ended["a"].all_token_ids[: len(LONG) + 3] == undisturbed.ended["a"].all_token_ids[: len(LONG) + 3]
+    assert engine.call(engine.server.wrong_values) == []
+    assert len(engine.pool.free) == 63
+
+
+def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(make: Any) -> None:
+    engine = make(blocks=8)
+    gate = engine.call(engine.server.device.script.hold, "gather")
+    engine.add("a", TOKENS, max_tokens=8)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    engine.preempt("a")
+    engine.add("b", LONG[:20])
+    engine.waiting.reverse()
+    # Its blocks go to another, which writes into them: beside a read the device refuses that.
+    happened = []
+
+    def release() -> None:
+        happened.append("read")
+        engine.call(gate.release)
+
+    threading.Timer(0.01, release).start()
+    engine.step()
+    happened.append("given on")
+    engine.run()
+    assert happened == ["read", "given on"]
+    assert engine.call(engine.server.wrong_values) == []
+
+
+def test_S7_blocks_of_an_ended_request_are_held_until_they_were_read(make: Any) -> None:
+    engine = make()
+    gate = engine.call(engine.server.device.script.hold, "gather")
+    engine.add("a", TOKENS)
+    engine.until(lambda: "a" in engine.ended)
+    for _ in range(3):
+        engine.step()
+    assert "a" in engine.requests
+    assert len(engine.pool.free) < 63
+    engine.call(gate.release)
+    engine.run()
+    assert len(engine.pool.free) == 63
+
+
+def test_a_request_that_is_aborted_before_its_lookup_came_back_leaves_nothing(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()), grace_s=0.0)
+    gate = engine.call(engine.server.runner.hold, CallKind.PROBE)
+    engine.add("a", TOKENS)
+    engine.step()
+    assert engine.requests["a"].status is Status.WAITING
+    engine.abort("a")
+    engine.call(gate.release)
+    engine.run()
+    assert engine.session.requests == {}
+
+
+def test_D6_a_request_that_is_aborted_while_it_loads_is_told_once_its_blocks_are_free(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    gate = engine.call(engine.server.device.script.hold, "scatter")
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    engine.abort("a")
+    for _ in range(3):
+        engine.step()
+    assert "a" in engine.requests  # A copy still writes into its blocks.
+    engine.call(gate.release)
+    engine.run()
+    assert engine.session.requests == {}
+    assert len(engine.pool.free) == 63
+
+
+def test_D6_a_load_that_has_not_begun_is_withdrawn_and_told(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    engine.abort("a")
+    engine.run()  # The store has not answered, and need not: it writes into akv's own memory.
+    assert len(engine.pool.free) == 63
+    engine.call(gate.release)
+
+
+def test_an_end_that_was_told_and_not_yet_read_is_not_told_again(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    while not engine.outputs or not engine.outputs[-1].received:
+        engine.outputs.clear()
+        engine.step(act=False)
+    engine.abort("a")
+    engine.run()
+    assert engine.session.requests == {}
+    assert len(engine.pool.free) == 63
+
+
+def test_blocks_may_be_named_twice_and_nothing_is_loaded_twice(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    engine.add("a", TOKENS)
+    engine.run()
+    # The stand-in names them for the load, and once more, for no tokens, when the request is computed.
+    assert engine.session.counts.take()["loads"] == 1
+
+
+def test_a_pass_that_is_planned_and_never_runs_leaves_no_mark(make: Any) -> None:
+    engine = make()
+    engine.add("a", TOKENS)
+    while True:
+        order, scheduled = engine.schedule()
+        if order.plan is not None:
+            break
+        engine.act_upon(engine.execute(order, scheduled), scheduled)
+    # vetoed: the tokens are scheduled again.
+    engine.requests["a"].num_computed_tokens -= scheduled["a"]
+    engine.session.requests["a"].noted = ()
+    engine.run()
+    assert engine.call(engine.server.stored_blocks, TOKENS) == [0, 1, 2, 3]
+
+
+def test_W3_window_pages_are_saved_before_their_blocks_are_given_on(make: Any) -> None:
+    store = (first := make(WindowServer(windows=((8, 0),)), chunk=8)).server.store
+    first.add("a", LONG)
+    first.run()
+    assert first.call(first.server.wrong_values) == []
+    second = make(WindowServer(windows=((8, 0),), store=store), chunk=8)
+    second.add("b", LONG)
+    second.run()
+    assert second.loaded == {"b": 36}
+    assert second.ended["b"].all_token_ids == first.ended["a"].all_token_ids
+    assert len(second.pool.free) == 63
+
+
+def test_12_requests_at_once_share_what_there_is(make: Any) -> None:
+    engine = make(FakeServer.warm(LONG, layout=tiny_layout(), pages=128), blocks=128)
+    for number in range(12):
+        engine.add(f"r{number}", LONG)
+    engine.run()
+    assert set(engine.loaded.values()) == {36}
+    assert len(engine.loaded) == 12
+    assert len(engine.pool.free) == 127
