@@ -39,7 +39,7 @@ class VllmEngine:
         self.worker = WorkerRole(self.session)
         settings = check_settings(server.settings)
         configuration = Configuration(settings, server.capabilities, grace_s)
-        self.session.open(configuration, Cache(server.layout, []), server.ports)
+        self.session.open(configuration, Cache(server.layout, []), ports=server.ports)
         self.windows = windows_of(server.layout)
         loads = settings.role != "producer"
         self.scheduler = SchedulerRole(self.session, server.tokens_per_block, self.windows, grace_s, loads=loads)

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import current_stream
 from vllm.v1.request import RequestStatus
 
 from akv import observe
@@ -67,7 +69,9 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         """The cache is there: open."""
         config = self._kv_cache_config
         cache = cache_of(config.kv_cache_groups, config.num_blocks, kv_caches, traits_of(self._vllm_config))
-        self._session.open(self._configuration, cache)
+        # This thread's, where forwards are queued: pages are fenced against it, and the loop's thread has another.
+        stream = None if current_platform.is_cpu() else current_stream()
+        self._session.open(self._configuration, cache, stream=stream)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads run beside the engine, from the step that has blocks for them."""

@@ -62,10 +62,12 @@ class Session:
         self.lost_blocks: set[int] = set()
         self.counts = Counts()
 
-    def open(self, configuration: Configuration, cache: Cache, ports: Ports | None = None) -> None:
-        """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises."""
+    def open(self, configuration: Configuration, cache: Cache, *, stream: Any = None, ports: Ports | None = None) -> None:
+        """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises. `stream`: the
+        CUDA stream of the forwards.
+        """
         settings, capabilities, _ = configuration
-        bridge = open_bridge(settings, cache.layout, cache.tensors, capabilities=capabilities, ports=ports)
+        bridge = open_bridge(settings, cache.layout, cache.tensors, stream=stream, capabilities=capabilities, ports=ports)
         self.serving = Serving(bridge, self._told)
 
     def close(self) -> None:
