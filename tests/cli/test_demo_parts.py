@@ -1,14 +1,20 @@
 """What `akv demo` is made of, without its processes."""
 
+from typing import Any
+
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from akv.cli.demo.conversations import common_prefix, ending_at, forks, questions, reusable_tokens
+from akv.cli.demo.conversations import aside, common_prefix, ending_at, forks, questions, reusable_tokens
 from akv.cli.demo.jobs import Figures, TimesToFirstToken, Turn
 from akv.cli.demo.report import show, verdict
+from akv.cli.demo.serving import Comparison, Drafting
+from akv.cli.demo.setting import TOKENS_PER_BLOCK, DemoLayout, engine_config
+from akv_testing.engine import Result
 from akv_testing.engine.text import conversation
 
 GOOD = Figures(
@@ -24,6 +30,7 @@ GOOD = Figures(
     outcomes={"full": 5, "rewound": 4},
     pages_compared=30,
     page_mismatches=0,
+    own_pages_compared=7,
     drafts_accepted=21,
     drafts_rejected=43,
     bytes_saved=1,
@@ -64,6 +71,44 @@ def test_W7_forks_leave_a_conversation_where_no_turn_of_it_ended() -> None:
     assert forks([first], 7, 128) == [middle]
 
 
+def test_P1_an_aside_goes_on_where_a_prompt_ended_for_longer_than_a_window() -> None:
+    turn = Turn(tuple(range(1000)), (7, 8))
+    windows = max(group.window_tokens for group in engine_config(DemoLayout.SLIDING_DRAFTER).groups)
+    assert common_prefix(aside(turn, 3), turn.prompt) == len(turn.prompt)
+    assert len(aside(turn, 3)) > len(turn.prompt) + windows
+    assert aside(turn, 3)[1000:1002] != turn.answer
+
+
+def test_Q1_pages_that_process_b_saved_are_told_apart_and_compared_like_all_others() -> None:
+    config = engine_config(DemoLayout.DRAFTER)
+    first, again, local = result(2), result(5), result(5, local=True)
+    comparison = Comparison(config.groups)
+    comparison.add(first, result(2, local=True), first, 160, Drafting(again, local))
+    assert (comparison.pages_compared, comparison.own_pages_compared, comparison.page_mismatches) == (2 + 5, 3, 0)
+    assert comparison.identical == comparison.compared == 1
+    damaged = msgspec.structs.replace(again, page_digests=((*again.page_digests[0][:4], b"other"),))
+    comparison.add(first, result(2, local=True), first, 160, Drafting(damaged, local))
+    assert comparison.page_mismatches == 1
+
+
+def result(blocks: int, *, local: bool = False) -> Result:
+    """A request that found so many blocks, in the pool or locally."""
+    found = blocks * TOKENS_PER_BLOCK
+    return Result(
+        request_id="r",
+        tokens=(1, 2),
+        prompt_tokens=200,
+        local_tokens=found if local else 0,
+        from_pool_tokens=0 if local else found,
+        ttft_s=1.0,
+        queue_s=0.0,
+        lookup_s=0.0,
+        load_s=0.0,
+        logits=torch.zeros(2, 3),
+        page_digests=(tuple(bytes([block]) for block in range(5)),),
+    )
+
+
 @given(tokens, st.lists(tokens, max_size=4), st.integers(1, 5), st.integers(0, 4))
 def test_Q2_reusable_tokens_equal_a_naive_count(
     prompt: tuple[int, ...], stored: list[tuple[int, ...]], tokens_per_block: int, local_blocks: int
@@ -92,6 +137,7 @@ def test_Q2_a_common_prefix_is_common_and_as_long_as_can_be(one: tuple[int, ...]
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"own_pages_compared": 0, "layout": "drafter"}, "FAILED: nothing of what process B had saved"),
         ({}, "5.0 times sooner"),
         ({"identical_to_local_reuse": 8}, "FAILED: what came"),
         ({"page_mismatches": 1}, "FAILED: what came"),
@@ -99,7 +145,7 @@ def test_Q2_a_common_prefix_is_common_and_as_long_as_can_be(one: tuple[int, ...]
         ({"pages_compared": 0}, "FAILED: nothing came"),
     ],
 )
-def test_Q1_a_run_fails_if_anything_differs_or_nothing_was_compared(change: dict[str, int], sentence: str) -> None:
+def test_Q1_a_run_fails_if_anything_differs_or_nothing_was_compared(change: dict[str, Any], sentence: str) -> None:
     figures = msgspec.structs.replace(GOOD, **change)
     assert figures.differs is bool(change)
     assert sentence in verdict(figures)
@@ -117,4 +163,6 @@ def test_the_table_shows_every_figure() -> None:
 def test_the_table_shows_drafts_where_there_is_a_drafter() -> None:
     console = Console(record=True, width=120)
     show(msgspec.structs.replace(GOOD, layout="sliding-drafter"), console)
-    assert "21, 43" in console.export_text()
+    text = console.export_text()
+    assert "21, 43" in text
+    assert "7 compared" in text

@@ -100,6 +100,9 @@ def test_Q1_P1_beside_a_drafter_the_pool_gives_what_local_reuse_does(layout: str
     assert figures["identical_to_local_reuse"] == figures["compared"] > 1
     assert figures["page_mismatches"] == 0 < figures["pages_compared"]
     assert figures["drafts_accepted"] > 0 < figures["drafts_rejected"]
+    # What process B computed behind a hit it saved, and loaded again: at least ten blocks in each layer group.
+    assert figures["own_pages_compared"] >= 10 * len(engine_config(DemoLayout(layout)).groups)
+    assert figures["bytes_saved"] > 0
     assert figures["reuse"] == 1.0 or layout == "sliding-drafter"
 
 
@@ -113,4 +116,5 @@ def test_Q1_a_planted_fault_in_a_drafters_pages_is_found(monkeypatch: pytest.Mon
         build_app(), ["demo", "--json", "--layout", "sliding-drafter", "--conversations", "1", "--turns", "1"]
     )
     assert done.exit_code == 1, done.output
-    assert json.loads(done.stdout)["page_mismatches"] == 2
+    # Both pages, for the prompt and for the one that goes on where it ended, each without drafts and with them.
+    assert json.loads(done.stdout)["page_mismatches"] == 8

@@ -56,6 +56,14 @@ def forks(turns: Sequence[Turn], number: int, rewind_tokens: int) -> list[tuple[
     return [(*begin, *encode(f"{number}.{at}: {_ASIDE}")) for at, begin in enumerate(leaving)]
 
 
+def aside(turn: Turn, number: int) -> tuple[int, ...]:
+    """A prompt that goes on where another one ended, without its answer: what is new in it nobody has computed before.
+
+    Longer than a window, so that most of what can be resumed from at its end is its own.
+    """
+    return (*turn.prompt, *encode(f"{number}: {_ASIDE}" * 4))
+
+
 def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Tokens that two sequences have in common from their beginning."""
     for at, (ours, theirs) in enumerate(zip(one, other, strict=False)):

@@ -96,6 +96,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     #: differ.
     pages_compared: int
     page_mismatches: int
+    #: Of these, pages that B had saved itself, from what it had computed behind a hit. Beside a drafter alone.
+    own_pages_compared: int
     #: Of the answers that were compared with drafts, from the pool: drafts that the model gave itself, and those taken back.
     drafts_accepted: int
     drafts_rejected: int
@@ -106,12 +108,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def differs(self) -> bool:
         """Whether the demo failed: something differs, or there was nothing to compare."""
-        return bool(
-            self.identical_to_local_reuse != self.compared
-            or self.page_mismatches
-            or not self.compared
-            or not self.pages_compared
-        )
+        return bool(self.identical_to_local_reuse != self.compared or self.page_mismatches or self.compares_too_little)
+
+    @property
+    def compares_too_little(self) -> bool:
+        """Whether nothing came from the pool, or beside a drafter nothing that process B had saved itself."""
+        drafts = DemoLayout(self.layout).has_drafter
+        return not self.compared or not self.pages_compared or (drafts and not self.own_pages_compared)
 
 
 class TraceTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,10 @@ from akv.cli.demo.setting import DemoLayout
 def show(figures: Figures, console: Console) -> None:
     """Print the figures."""
     times = figures.ttft_ms
-    drafts = [("drafts accepted, rejected", f"{figures.drafts_accepted:,}, {figures.drafts_rejected:,}")]
+    drafts = [
+        ("of these pages, saved by process B", f"{figures.own_pages_compared:,} compared"),
+        ("drafts accepted, rejected", f"{figures.drafts_accepted:,}, {figures.drafts_rejected:,}"),
+    ]
     rows = (
         ("requests served by process B", f"{figures.requests:,}"),
         ("prompt tokens", f"{figures.prompt_tokens:,}"),
@@ -37,6 +40,8 @@ def verdict(figures: Figures) -> str:
     """One sentence."""
     if not figures.compared or not figures.pages_compared:
         return "FAILED: nothing came from the pool, so nothing could be compared."
+    if figures.compares_too_little:
+        return "FAILED: nothing of what process B had saved came from the pool, so it could not be compared."
     if figures.differs:
         return "FAILED: what came from the pool is not what local reuse gives."
     ratio = figures.ttft_ms.cold / figures.ttft_ms.pool_hit if figures.ttft_ms.pool_hit else 0.0

@@ -6,19 +6,22 @@ page; the other one has nothing and reads the pool. Each request is served by th
 so their logits are equal bit for bit or something is wrong (Q1).
 
 Beside a drafter each of the two answers once more, with drafts: a drafter's page that is wrong changes no token, but which
-drafts are right. And nothing is saved: no answer's end is in the pool then, so a prompt that leaves behind one computes the
-answer anew, in other chunks than process A had decoded it in. Whoever loaded such pages would rightly have other bits than
-the reference.
+drafts are right. What is saved is then compared as well: prompts that go on where one of process A's ended are computed behind
+a hit and saved, and the second answer loads that. The prompts before them are served without saving: no answer's end is in the
+pool then, so a prompt that leaves behind one computes the answer anew, in other chunks than process A had decoded it in.
+Whoever loaded such pages would rightly have other bits than the reference.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from akv import open_connector
-from akv.cli.demo.conversations import forks, reusable_tokens
+from akv.cli.demo.conversations import aside, forks, reusable_tokens
 from akv.cli.demo.jobs import Figures, Job, Progress, TimesToFirstToken
 from akv.cli.demo.moved import BytesMoved
 from akv.cli.demo.rounding import milliseconds, share
@@ -30,6 +33,7 @@ from akv.cli.demo.setting import (
     settings,
 )
 from akv.plan.window import load_blocks
+from akv.settings import Settings
 from akv_testing.engine import (
     AttentionGroup,
     Engine,
@@ -66,7 +70,7 @@ class Comparison:
     def __init__(self, groups: tuple[AttentionGroup, ...]) -> None:
         self._groups = groups
         self.prompt_tokens = self.reusable_tokens = self.from_pool_tokens = 0
-        self.compared = self.identical = self.pages_compared = self.page_mismatches = 0
+        self.compared = self.identical = self.pages_compared = self.page_mismatches = self.own_pages_compared = 0
         self.drafts_accepted = self.drafts_rejected = 0
         self.outcomes: Counter[str] = Counter()
         self.cold: list[float] = []
@@ -86,13 +90,21 @@ class Comparison:
         self.pool_hit.append(pool.ttft_s)
         self.compared += 1
         self.identical += _same_bits(local, pool) and (drafting is None or drafting.agree)
+        self._compare_pages(local, pool)
         if drafting is not None:
             self.drafts_accepted += drafting.pool.drafts_accepted
             self.drafts_rejected += drafting.pool.drafts_rejected
+            # What the first answer had to compute, the second one loads: only the first can have saved it.
+            self._compare_pages(drafting.local, drafting.pool, own_from=pool.from_pool_tokens)
+
+    def _compare_pages(self, local: Result, pool: Result, own_from: int | None = None) -> None:
+        """Compare what was loaded with what local reuse read; `own_from`: tokens from which on process B had saved it."""
         end = pool.from_pool_tokens // TOKENS_PER_BLOCK
+        own = range(end if own_from is None else own_from // TOKENS_PER_BLOCK, end)
         for group, ours, theirs in zip(self._groups, pool.page_digests, local.page_digests, strict=True):
             for blocks in load_blocks(0, end, group.window_tokens, group.sink_tokens, TOKENS_PER_BLOCK):
                 self.pages_compared += len(blocks)
+                self.own_pages_compared += sum(block in own for block in blocks)
                 self.page_mismatches += sum(ours[block] != theirs[block] for block in blocks)
 
 
@@ -102,17 +114,18 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     model = Model(config.model, config.device)
     pages = Pages(config)
     comparison = Comparison(config.groups)
-    its_settings = settings(job.master_address, config.model.key)
-    if job.layout.has_drafter:
-        its_settings = msgspec.structs.replace(its_settings, role="consumer")
-    async with (
-        open_engine(_keeping_everything(config), model=model) as reference,
-        open_connector(its_settings, pages.layout, pages.caches, capabilities=capabilities_of(config)) as kv,
-        open_engine(config, model=model, pages=pages, kv=kv) as engine,
-    ):
+    both = settings(job.master_address, config.model.key)
+    async with open_engine(_keeping_everything(config), model=model) as reference:
         await _compute_as_process_a(reference, job, progress)
         await _warm_up(reference)
-        await _compare_all(job, reference, engine, comparison, progress)
+        reads = msgspec.structs.replace(both, role="consumer") if job.layout.has_drafter else both
+        async with _open_server(config, reads, model, pages) as engine:
+            await _compare_all(job, _prompts(job), reference, engine, comparison, partial(progress, "serve from the pool"))
+        if job.layout.has_drafter:
+            async with _open_server(config, both, model, pages) as engine:
+                await _compare_all(
+                    job, _asides(job), reference, engine, comparison, partial(progress, "serve, save, load again")
+                )
     return Figures(
         layout=job.layout,
         backend=job.backend,
@@ -126,6 +139,7 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
         outcomes=dict(comparison.outcomes.most_common()),
         pages_compared=comparison.pages_compared,
         page_mismatches=comparison.page_mismatches,
+        own_pages_compared=comparison.own_pages_compared,
         drafts_accepted=comparison.drafts_accepted,
         drafts_rejected=comparison.drafts_rejected,
         bytes_saved=moved.saved,
@@ -136,6 +150,16 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
             local_hit=milliseconds(comparison.local_hit),
         ),
     )
+
+
+@asynccontextmanager
+async def _open_server(config: EngineConfig, its_settings: Settings, model: Model, pages: Pages) -> AsyncIterator[Engine]:
+    """An engine that has nothing but the pool."""
+    async with (
+        open_connector(its_settings, pages.layout, pages.caches, capabilities=capabilities_of(config)) as kv,
+        open_engine(config, model=model, pages=pages, kv=kv) as engine,
+    ):
+        yield engine
 
 
 def _keeping_everything(config: EngineConfig) -> EngineConfig:
@@ -164,27 +188,44 @@ def _prompts(job: Job) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"c{number}f{at}", prompt
 
 
-async def _compare_all(job: Job, reference: Engine, engine: Engine, comparison: Comparison, progress: Progress) -> None:
+def _asides(job: Job) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Beside a drafter: for each conversation a prompt whose end process B computes and saves."""
+    for number, turns in enumerate(job.answered):
+        yield f"c{number}a", aside(turns[-1], number)
+
+
+async def _compare_all(
+    job: Job,
+    asked: Iterable[tuple[str, tuple[int, ...]]],
+    reference: Engine,
+    engine: Engine,
+    comparison: Comparison,
+    progress: Callable[[int, int], None],
+) -> None:
     drafter, lookahead = job.layout.has_drafter, engine_config(job.layout).model.lookahead
     # Beside a drafter only prompts are saved.
     stored = [turn.prompt + turn.answer[: 0 if drafter else -1] for turns in job.answered for turn in turns]
-    prompts = list(_prompts(job))
+    prompts = list(asked)
     for done, (request_id, prompt) in enumerate(prompts, 1):
         # Without local reuse, so that all it has comes from the pool.
         pool = await _ask(engine, request_id, prompt, local_reuse=False)
         cold = await reference.generate(f"{request_id}-cold", prompt, max_new_tokens=1, local_reuse=False)
         local = await _ask(reference, request_id, prompt, local_at_most=pool.from_pool_tokens)
-        drafting = None
-        if drafter:
-            drafting = Drafting(
-                await _ask(engine, f"{request_id}-drafts", prompt, local_reuse=False, drafts=True),
-                await _ask(reference, f"{request_id}-drafts", prompt, local_at_most=pool.from_pool_tokens, drafts=True),
-            )
+        drafting = await _draft(reference, engine, request_id, prompt) if drafter else None
         await reference.settled()
         await engine.settled()
         reusable = reusable_tokens(prompt, stored, pool.local_tokens, TOKENS_PER_BLOCK, lookahead)
         comparison.add(cold, local, pool, reusable, drafting)
-        progress("serve from the pool", done, len(prompts))
+        progress(done, len(prompts))
+
+
+async def _draft(reference: Engine, engine: Engine, request_id: str, prompt: tuple[int, ...]) -> Drafting:
+    """Answer with drafts, from all that is in the pool by now, and the same by local reuse."""
+    await engine.settled()
+    await reference.settled()
+    pool = await _ask(engine, f"{request_id}-drafts", prompt, local_reuse=False, drafts=True)
+    local = await _ask(reference, f"{request_id}-drafts", prompt, local_at_most=pool.from_pool_tokens, drafts=True)
+    return Drafting(pool, local)
 
 
 async def _ask(
