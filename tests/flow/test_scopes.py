@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from akv import EMPTY_SCOPE, LookupOutcome, Lora, Media, Scheduled, Scope, SettingsError, TokenError
+from akv import EMPTY_SCOPE, EngineCapabilities, LookupOutcome, Lora, Media, Scheduled, Scope, SettingsError, TokenError
 from akv_testing import settle
 from akv_testing.server import FakeServer
 from akv_testing.store import FakeStore
@@ -62,6 +62,21 @@ async def test_K1_scopes_share_what_lies_before_their_difference_and_nothing_els
     assert server.stored_blocks(TOKENS, OWN) == [0, 1, 2, 3]
     assert server.wrong_values() == []
     assert (await offered(server.store, other))[0] == tokens
+
+
+@pytest.mark.parametrize(("drafter", "position", "tokens"), [("none", 12, 12), ("none", 11, 8), ("eagle3", 12, 8)])
+async def test_K1_two_images_share_what_lies_before_the_first_block_that_they_touch(
+    drafter: str, position: int, tokens: int
+) -> None:
+    """Their digests end alike, for servers that compare no more. Beside the drafter what stands right behind a block touches
+    it, too.
+    """
+    one, other = (Media(digest=bytes([content]) + bytes(31), position=position, tokens=3) for content in (1, 2))
+    assert one.digest.hex()[-4:] == other.digest.hex()[-4:]
+    capabilities = EngineCapabilities(drafter=drafter)
+    server = await saved(FakeServer().store, Scope(media=(one,)), capabilities=capabilities)
+    assert await offered(server.store, Scope(media=(one,)), capabilities=capabilities) == (16, LookupOutcome.FULL)
+    assert (await offered(server.store, Scope(media=(other,)), capabilities=capabilities))[0] == tokens
 
 
 async def test_K1_two_salts_have_no_hit_in_lookup_save_or_load() -> None:
@@ -169,6 +184,28 @@ async def test_L7_a_dummy_request_is_ignored_everywhere() -> None:
             await settle()
     assert server.pool.calls == []
     assert not [e for e in events if e["event"].startswith(("akv.lookup", "akv.request", "akv.save"))]
+
+
+async def test_L7_a_dummy_request_beside_windows_takes_no_slot_and_lives_as_any_other() -> None:
+    server = WindowServer.warm(TOKENS, windows=((10, 3),), retention_tokens=8)
+    before = set(server.store.keys())
+    with capture_logs() as events:
+        async with server.open() as kv:
+            request = kv.open_request("dummy", TOKENS, dummy=True)
+            for _ in range(2):
+                assert (await request.lookup()).tokens == 0
+                plan = kv.plan_pass([Scheduled(request=request, computed_before=0, tokens=18, pages=[[0] * 5, [99] * 5])])
+                ring = kv.pressure().ring
+                assert ring is not None
+                assert (plan.saves, ring.free) == ((), ring.slots)
+                await kv.after_forward(plan)
+                request.append([1])
+                assert await request.preempted() == ()
+            assert await request.cancel() == ()
+            kv.open_request("dummy", TOKENS, dummy=True)
+            await kv.reset("r2")
+    assert (server.pool.calls, set(server.store.keys())) == ([], before)
+    assert not [e for e in events if e["event"].startswith(("akv.lookup", "akv.save", "akv.window", "akv.snapshot"))]
 
 
 @pytest.mark.parametrize("dummy", [True, False])
