@@ -51,6 +51,9 @@ class Scope(HidesSecrets, frozen=True, kw_only=True):
         """One spelling for each identity, so that equal scopes are equal values: caches of chains are partitioned by them."""
         if self.salt == "":
             msgspec.structs.force_setattr(self, "salt", None)
+        media: object = self.media
+        if isinstance(media, list):
+            msgspec.structs.force_setattr(self, "media", tuple(media))
 
 
 #: The scope of a server with one tenant.

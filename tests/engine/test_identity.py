@@ -60,6 +60,29 @@ async def test_K1_no_scope_finds_what_another_computed_in_lookup_save_or_load(
     assert alone["adapter 7"].page_digests == alone["a tenant's adapter 7"].page_digests
 
 
+async def test_K8_new_weights_find_nothing_that_others_computed_in_the_pool_or_here(
+    fine: EngineConfig, model: Model, served: OpenServed, assert_same: Same
+) -> None:
+    others = Model(msgspec.structs.replace(TINY, seed=1))
+    alone: list[Result] = []
+    for weights in (model, others):
+        async with open_engine(fine, model=weights) as engine:
+            alone.append(await engine.generate("r", TOKENS, **OPTIONS))
+    async with served(fine, FakeStore(anyio.current_time), revision="r1") as computing:
+        assert_same(await computing.engine.generate("first", TOKENS, **OPTIONS), alone[0])
+        await computing.engine.settled()
+        for revision, weights, expected, from_pool in (("r2", others, alone[1], 0), ("r1", model, alone[0], 40)):
+            # As the how-to has it: no request is open, and what the engine keeps itself is forgotten.
+            await computing.kv.reset(revision)
+            computing.engine.cache.evict_idle()
+            computing.engine._batch._model = weights
+            result = await computing.engine.generate(revision, TOKENS, **OPTIONS)
+            assert (result.local_tokens, result.from_pool_tokens) == (0, from_pool)
+            assert_same(result, expected)
+            await computing.engine.settled()
+    assert alone[0].page_digests != alone[1].page_digests
+
+
 async def test_K1_adapters_answer_otherwise(fine: EngineConfig, model: Model) -> None:
     answers = set()
     async with open_engine(fine, model=model) as engine:

@@ -203,6 +203,9 @@ def test_K1_equal_scopes_have_equal_seeds_whatever_types_their_numbers_and_texts
         media=[image(np.int32(4), np.uint64(2))],  # type: ignore[arg-type]
     )
     assert hashes(Hashing(4), plain, [0] * 12) == hashes(Hashing(4), typed, [0] * 12)
+    # And are one value, by which caches of chains and of pages are partitioned.
+    assert plain == typed
+    assert hash(plain) == hash(typed)
 
 
 def test_X2_a_secret_keys_seed_and_every_block() -> None:
