@@ -1,0 +1,163 @@
+"""vLLM's configuration as akv's settings, and what is refused at start (W9, K4, D1, P1)."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from akv.engines.vllm.configuration import configuration_of, require_recompute, traits_of
+from akv.engines.vllm.versions import check_version
+from akv.errors import DependencyError, SettingsError
+from akv.settings import Settings
+from akv_testing.vllm_objects import cache_config, full_spec, group, vllm_config
+
+CACHE = cache_config(group(full_spec(), ["model.layers.0.attn"]))
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AKV_CONFIG", "MOONCAKE_CONFIG_PATH", "AKV_MODEL_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(extra: dict[str, Any] | None = None, **fields: Any) -> Settings:
+    return configuration_of(vllm_config(extra, **fields), CACHE).settings
+
+
+def refused(extra: dict[str, Any] | None = None, **fields: Any) -> str:
+    with pytest.raises(SettingsError) as error:
+        settings(extra, **fields)
+    return error.value.field
+
+
+def test_K4_the_model_key_is_the_repository_and_the_commit_that_vllm_resolved() -> None:
+    assert settings().model_key == "maker/model@0123abcd"
+    assert settings({"pool": "embedded", "model_key": "own"}).model_key == "own"
+
+
+@pytest.mark.parametrize("model", [{"revision": None}, {"model": "."}, {"model_weights": "elsewhere"}])
+def test_K4_weights_without_a_name_need_one(model: dict[str, Any]) -> None:
+    assert refused(model_config=model) == "model_key"
+
+
+def test_K4_a_model_key_of_akvs_own_sources_comes_before_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AKV_MODEL_KEY", "from the environment")
+    assert settings().model_key == "from the environment"
+
+
+def test_extra_config_holds_akvs_settings_and_unknown_ones_are_refused_by_name() -> None:
+    own = settings({"pool": "embedded", "loaders": 3, "store": {"segment_bytes": "64MiB"}, "store.protocol": "tcp"})
+    assert (own.loaders, own.store.segment_bytes) == (3, 64 * 2**20)
+    assert refused({"pool": "embedded", "loader": 3}) == "loader"
+
+
+def test_an_existing_deployments_file_works_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mooncake.json"
+    found = {
+        "local_hostname": "10.0.0.5",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "4GB",
+        "local_buffer_size": "512MB",
+        "protocol": "TCP",
+        "device_name": "",
+        "master_server_address": "10.0.0.1:50051",
+    }
+    path.write_text(json.dumps(found))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+    store = settings({}).store
+    assert (store.master_address, store.local_hostname, store.protocol) == ("10.0.0.1:50051", "10.0.0.5", "tcp")
+    assert store.segment_bytes == 4 * 2**30
+
+
+def test_D1_the_role_is_vllms() -> None:
+    for kv_role, role in (("kv_both", "both"), ("kv_producer", "producer"), ("kv_consumer", "consumer")):
+        assert settings(kv_transfer_config={"kv_role": kv_role}).role == role
+    assert refused({"pool": "embedded", "role": "consumer"}) == "role"
+
+
+def test_O8_a_cache_that_fails_does_not_end_a_server_unless_that_is_wanted() -> None:
+    assert settings().on_failure == "degrade"
+    assert settings({"pool": "embedded", "on_failure": "raise"}).on_failure == "raise"
+
+
+def test_the_grace_of_lookups_is_in_milliseconds() -> None:
+    assert configuration_of(vllm_config({"pool": "embedded", "lookup_grace_ms": 0}), CACHE).grace_s == 0
+    assert configuration_of(vllm_config(), CACHE).grace_s == 0.003
+    for wrong in (-1, 1001, "3", True):
+        assert refused({"pool": "embedded", "lookup_grace_ms": wrong}) == "kv_connector_extra_config.lookup_grace_ms"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"parallel_config": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
+        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size"),
+        ({"parallel_config": {"distributed_executor_backend": "mp"}}, "distributed_executor_backend"),
+        ({"cache_config": {"cache_dtype": "fp8", "calculate_kv_scales": True}}, "calculate_kv_scales"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative_config.method"),
+    ],
+)
+def test_W9_P1_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    assert refused(**fields) == field
+
+
+def test_W9_blocks_in_two_places_are_refused_by_name() -> None:
+    cache = cache_config(group(full_spec(), ["model.layers.0.attn"]))
+    cache.hisparse_host_num_blocks = 4
+    with pytest.raises(SettingsError, match="hisparse"):
+        configuration_of(vllm_config(), cache)
+
+
+def test_P1_a_drafter_without_kv_of_its_own_is_declared() -> None:
+    config = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
+    assert configuration_of(config, CACHE).capabilities.drafter == "hidden_state"
+    assert configuration_of(vllm_config(), CACHE).capabilities.drafter == "none"
+
+
+def test_a_load_that_fails_must_not_be_a_request_that_fails() -> None:
+    transfer = vllm_config().kv_transfer_config
+    assert require_recompute(transfer)
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert not require_recompute(transfer)
+
+
+def test_K4_what_is_configured_over_a_models_name_is_part_of_its_blocks() -> None:
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="amx")
+    static = {"static_forward_context": {"a": layer, "moe": SimpleNamespace()}}
+
+    def traits(**model: Any) -> dict[str, str]:
+        return traits_of(vllm_config(compilation_config=static, model_config=model))
+
+    plain = traits()
+    assert list(plain) == ["a"]
+    assert plain["a"].startswith("weights=plain;model=bfloat16;config=")
+    assert plain["a"].endswith(";backend=CPU_ATTNamx")
+    scaled = SimpleNamespace(to_dict=lambda: {"rope_theta": 5.0, "_name_or_path": "x"})
+    elsewhere = SimpleNamespace(to_dict=lambda: {"rope_theta": 10000.0, "_name_or_path": "y", "transformers_version": "6"})
+    assert traits(hf_text_config=scaled) != plain
+    assert traits(hf_text_config=elsewhere) == plain
+    assert traits(quantization="fp8") != plain
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "nonsense"])
+def test_a_version_that_nobody_tried_is_refused_with_the_range(version: str) -> None:
+    with pytest.raises(DependencyError, match=r"vLLM .* >=0\.32,<0\.33"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
+def test_a_version_of_the_range_is_taken(version: str) -> None:
+    check_version(version)
+
+
+def test_without_vllm_the_adapter_says_what_is_missing_and_akv_needs_none() -> None:
+    import akv.engines.vllm as package
+
+    with pytest.raises(DependencyError, match="vLLM is not installed here"):
+        package.AkvConnector  # noqa: B018
+    with pytest.raises(AttributeError, match="Other"):
+        package.Other  # noqa: B018
