@@ -164,6 +164,14 @@ class FakePool:
         """As the port says."""
         return self._call("remove", keys, lambda index: self._remove_one(keys[index]))
 
+    def remove_all(self, prefix: str) -> KeyAnswer:
+        """As the port says."""
+        self._check_open()
+        with self.store.lock:
+            if self.store.down:
+                return _answer(KeyState.UNAVAILABLE)
+            return KeyAnswer(KeyState.OK, sum(self.store.remove(key) for key in self.store.keys() if key.startswith(prefix)))
+
     def register(self, buffer: HostBuffer) -> None:
         """As the port says. Refuses what overlaps a registered buffer, itself included."""
         self._check_open()

@@ -62,6 +62,10 @@ class SealedPool:
         """As the port says."""
         return self._pool.remove(keys)
 
+    def remove_all(self, prefix: str) -> KeyAnswer:
+        """As the port says."""
+        return self._pool.remove_all(prefix)
+
     def register(self, buffer: HostBuffer) -> None:
         """As the port says."""
         self._pool.register(buffer)

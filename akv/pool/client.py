@@ -31,6 +31,9 @@ class StoreClient(Protocol):
     def batch_remove(self, keys: list[str], force: bool) -> Any:
         """0 for each key that was removed; `force` takes no notice of leases."""
 
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> Any:
+        """How many keys were removed of those in which the pattern is found, or a negative code; `force` as above."""
+
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """0 if the transport may use this memory now."""
 

@@ -7,6 +7,7 @@ transport with registration would refuse.
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -143,6 +144,14 @@ class MooncakePool:
             raw = _ask(client.batch_remove, _listed(keys), True)
             return self._reported("remove", began, read_codes(raw, len(keys), remove_answer))
 
+    def remove_all(self, prefix: str) -> KeyAnswer:
+        """Take every value out of the pool whose key begins with `prefix`; the master looks for them."""
+        with self._calling() as client:
+            began = time.monotonic()
+            removed = _ask(client.remove_by_regex, "^" + re.escape(prefix), True)
+            answer = KeyAnswer(KeyState.OK, removed) if type(removed) is int and removed >= 0 else _failed_removal(removed)
+            return self._reported("remove", began, [answer])[0]
+
     def register(self, buffer: HostBuffer) -> None:
         """Make a buffer known to the transport. Raises PoolError if the store refuses (registered before, or overlapping)."""
         with self._calling() as client:
@@ -261,6 +270,12 @@ def _ask(call: Callable[..., Any], *arguments: object) -> Any:
         return call(*arguments)
     except RuntimeError:
         return None
+
+
+def _failed_removal(code: object) -> KeyAnswer:
+    """The answer for a code that is no number of keys. No key is missing where none is named."""
+    answer = remove_answer(code) if type(code) is int else KeyAnswer(KeyState.REFUSED)
+    return KeyAnswer(KeyState.OK, 0) if answer.state is KeyState.MISSING else answer
 
 
 def _refuse_first_outside(buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> NoReturn:

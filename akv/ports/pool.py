@@ -84,6 +84,10 @@ class PagePool(Protocol):
         """Take values out of the pool, leased or not, whoever put them: one answer per key, in order."""
         ...
 
+    def remove_all(self, prefix: str) -> KeyAnswer:
+        """Take every value out of the pool whose key begins with `prefix`, leased or not. OK with their number as its code."""
+        ...
+
     def register(self, buffer: HostBuffer) -> None:
         """Make a buffer known to the store's transport, before the first call that names it. Raises PoolError if refused."""
         ...

@@ -157,6 +157,19 @@ class PoolConformance:
         pool.get([key], buffer, [SIZE], [SIZE])
         assert read(buffer, SIZE) == value(2)
 
+    def test_all_keys_with_a_prefix_are_removed_leased_or_not_and_no_other(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str]
+    ) -> None:
+        # What has a meaning in a regular expression is an ordinary character of a prefix.
+        prefix = f"{new_key()}/a.b~c/"
+        inside, outside = [prefix + "1", prefix + "2"], [prefix.replace("a.b", "aXb") + "1", "other/" + prefix + "1"]
+        write(buffer, 0, value(1))
+        pool.put(inside + outside, buffer, [0] * 4, [SIZE] * 4)
+        pool.probe(inside)
+        assert pool.remove_all(prefix) == KeyAnswer(KeyState.OK, 2)
+        assert states(pool.probe(inside + outside)) == [KeyState.MISSING, KeyState.MISSING, KeyState.OK, KeyState.OK]
+        assert pool.remove_all(prefix) == KeyAnswer(KeyState.OK, 0)
+
     def test_a_call_for_nothing_answers_nothing(self, pool: PagePool, buffer: HostBuffer) -> None:
         assert pool.probe([]) == []
         assert pool.get([], buffer, [], []) == []

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,11 @@ class MemoryClient:
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
         assert force
         return [self._answer("remove", key, partial(self._remove, key)) for key in keys]
+
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> int:
+        assert force
+        gone = [key for key in self.values if re.search(regex_pattern, key)]
+        return self._answer("remove", regex_pattern, lambda: len([self.values.pop(key) for key in gone]))
 
     def register_buffer(self, pointer: int, size: int) -> int:
         self.buffers[pointer] = size
