@@ -380,3 +380,28 @@ PLAN_DROPPED = _event(
     "plan_id saves reason",
     "A pass was planned and did not run. Its blocks are listed again by a later plan.",
 )
+SGLANG_POOL = _event(
+    "akv.sglang.pool",
+    "info",
+    "pool key_space layout page_bytes pieces",
+    "SGLang registered a host pool. Two servers share its pages if their `key_space` is the same. A page of many `pieces` is "
+    "copied more slowly than one of two: see `layout`.",
+)
+SGLANG_PREFETCHED = _event(
+    "akv.sglang.prefetched",
+    "debug",
+    "pool pages moved bytes duration_s",
+    "SGLang asked for `pages` pages, and `moved` of them are in its host pool. It takes those before the first that is not.",
+)
+SGLANG_BACKED_UP = _event(
+    "akv.sglang.backed_up",
+    "debug",
+    "pool pages moved bytes duration_s",
+    "SGLang handed over `pages` pages, and `moved` of them are in the pool, whoever stored them.",
+)
+SGLANG_CLEARED = _event(
+    "akv.sglang.cleared",
+    "info",
+    "pool pages state",
+    "SGLang was told to clear its storage: `pages` pages of this rank and host pool were removed from the pool, no others.",
+)

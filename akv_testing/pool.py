@@ -170,7 +170,8 @@ class FakePool:
         with self.store.lock:
             if self.store.down:
                 return _answer(KeyState.UNAVAILABLE)
-            return KeyAnswer(KeyState.OK, sum(self.store.remove(key) for key in self.store.keys() if key.startswith(prefix)))
+            found = [key for key in self.store.keys() if key.startswith(prefix)]  # noqa: SIM118 - it is no dict
+            return KeyAnswer(KeyState.OK, sum(map(self.store.remove, found)))
 
     def register(self, buffer: HostBuffer) -> None:
         """As the port says. Refuses what overlaps a registered buffer, itself included."""

@@ -1,1 +1,1 @@
-"""Adapters: one package for each engine, which imports its engine lazily and nothing of any other."""
+"""Adapters, one for each engine. Each imports its engine lazily and alone: importing akv, or another adapter, loads none."""

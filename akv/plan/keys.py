@@ -16,7 +16,7 @@ from akv.values.layout import Layout
 from akv.values.settings import Settings
 
 #: Hex digits of the layout fingerprint in a key: 64 bits, enough to tell the layouts of one model apart (K4).
-_FINGERPRINT_DIGITS = 16
+FINGERPRINT_DIGITS = 16
 #: The key formats there are. "trtllm" spells keys, and hashes, as TensorRT-LLM's own servers do (K1).
 KEY_FORMATS = ("akv", "trtllm")
 #: What separates the parts of a key. Where nothing is escaped no part may hold one of them.
@@ -54,7 +54,7 @@ def model_part(model_key: str, layout: Layout, *, pin: bool, revision: str, key_
     """
     part = spelt("model_key", model_key, key_format)
     if not pin:
-        part += "~" + layout_fingerprint(layout)[:_FINGERPRINT_DIGITS]
+        part += "~" + layout_fingerprint(layout)[:FINGERPRINT_DIGITS]
     if revision:
         part += "@" + spelt("revision", revision, key_format)
     return part

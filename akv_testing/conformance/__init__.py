@@ -16,5 +16,8 @@ import pytest
 
 # Suites are no test modules by name, so pytest must be told to explain their assertions; before they are imported.
 pytest.register_assert_rewrite(
-    "akv_testing.conformance.calls", "akv_testing.conformance.device", "akv_testing.conformance.pool"
+    "akv_testing.conformance.calls",
+    "akv_testing.conformance.device",
+    "akv_testing.conformance.pool",
+    "akv_testing.conformance.sglang",
 )

@@ -43,7 +43,7 @@ class RecordedPool:
     def __init__(self, pool: MooncakePool) -> None:
         self._pool = pool
         self.probe, self.put, self.remove, self.close = pool.probe, pool.put, pool.remove, pool.close
-        self.register, self.unregister = pool.register, pool.unregister
+        self.register, self.unregister, self.remove_all = pool.register, pool.unregister, pool.remove_all
         self.lets_go_at_return = pool.lets_go_at_return
         self.gets: list[list[KeyAnswer]] = []
 

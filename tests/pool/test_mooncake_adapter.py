@@ -44,6 +44,10 @@ class ScriptedClient:
         assert force
         return self._record(keys, [], [])
 
+    def remove_by_regex(self, regex_pattern: str, force: bool) -> Any:
+        assert force
+        return self._record([regex_pattern], [], [])
+
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         self.registered[buffer_ptr] = size
         return self.register_code
@@ -308,3 +312,20 @@ def test_a_missing_package_or_library_is_named_with_its_remedy(
     with pytest.raises(DependencyError, match=f"(?s){remedy}.*{str(error)[:10]}") as caught:
         load_client_module()
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("answered", "answer"),
+    [
+        (3, KeyAnswer(KeyState.OK, 3)),
+        (0, KeyAnswer(KeyState.OK, 0)),
+        (-704, KeyAnswer(KeyState.OK, 0)),
+        (-900, KeyAnswer(KeyState.UNAVAILABLE, -900)),
+        (-1, KeyAnswer(KeyState.REFUSED, -1)),
+        (None, KeyAnswer(KeyState.REFUSED)),
+    ],
+)
+def test_a_prefix_is_taken_literally_and_what_cannot_be_removed_is_told(answered: Any, answer: KeyAnswer) -> None:
+    client = ScriptedClient(lambda _: answered)
+    assert adapter(client).remove_all("akv1/a.b~c/") == answer
+    assert client.calls == [([r"^akv1/a\.b\~c/"], [], [])]

@@ -28,7 +28,7 @@ class HaltingPool:
     def __init__(self, pool: MooncakePool) -> None:
         self._pool = pool
         self._plan: Halt | None = None
-        self.probe, self.put, self.remove = pool.probe, pool.put, pool.remove
+        self.probe, self.put, self.remove, self.remove_all = pool.probe, pool.put, pool.remove, pool.remove_all
         self.register, self.unregister, self.close = pool.register, pool.unregister, pool.close
 
     @property
