@@ -405,3 +405,17 @@ SGLANG_CLEARED = _event(
     "pool pages state",
     "SGLang was told to clear its storage: `pages` pages of this rank and host pool were removed from the pool, no others.",
 )
+LOOKUP_LATE = _event(
+    "akv.lookup.late",
+    "info",
+    "request_id grace_s",
+    "An engine that asks once, and wants its answer at once, waited `grace_s` for a lookup in vain: the request computes. "
+    "Raise `lookup_grace_ms` if that is often.",
+)
+LOADS_FATAL = _event(
+    "akv.engine.loads_fatal",
+    "warning",
+    "engine windows",
+    "With these classes of the engine's adapter no request can be started anew whose load failed: a page that was evicted "
+    "between the answer and the load ends the server. `windows`: the model has sliding windows, and needs them all the same.",
+)

@@ -143,6 +143,12 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     recent_chains_tokens: Tokens = 2_000_000
     #: Seconds after which a lookup answers a miss.
     lookup_deadline_s: Seconds = 1.0
+    #: Milliseconds that a hook of a synchronous engine waits for a lookup, where the engine asks once and takes no "later" for
+    #: an answer. Past it the request computes.
+    lookup_grace_ms: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 20
+    #: How matches of an engine's own cache are kept on blocks, so that offers can go on behind them (P2): "off" takes them
+    #: whole, "align" keeps the engine's backoff beside a drafter and rounds down to a block. For engines that ask.
+    local_reuse_backoff: Literal["off", "align"] = "off"
     #: Seconds from a load's dispatch after which it fails, and its request computes instead.
     load_deadline_s: Seconds = 5.0
     #: Seconds for which the pool's master protects a page that was asked for or read (its `--default_kv_lease_ttl`). The

@@ -1,1 +1,1 @@
-"""Stand-ins for engines that do not run everywhere: each drives an adapter in the order in which its engine does."""
+"""Stand-ins for engines: each drives an adapter in the order of calls of its engine, on real bytes and without a model."""
