@@ -53,8 +53,15 @@ class StandInServer:
         self.store = store
         self.pool = FakePool(store)
         self.cache = StandInCache(groups, tokens_per_block=TOKENS_PER_BLOCK, pages=pages)
-        # A lookup waits as long as it takes: how long that is on a busy machine is no test's affair.
-        chosen = {"model_key": "m", "pool": "embedded", "staging_buffer_bytes": "1MiB", "lookup_grace_ms": 10_000}
+        # Nothing ends by the clock: how long it takes on a busy machine is no test's affair.
+        chosen = {
+            "model_key": "m",
+            "pool": "embedded",
+            "staging_buffer_bytes": "1MiB",
+            "lookup_grace_ms": 60_000,
+            "lookup_deadline_s": 60.0,
+            "load_deadline_s": 60.0,
+        }
         self.classes = connector_classes(
             check_settings(chosen | (settings or {})),
             reserves=reserves,

@@ -126,6 +126,19 @@ def test_D8_a_preempted_request_goes_on_in_other_pages(serve: Serve, at: State, 
     assert other.left_behind() == []
 
 
+def test_L1_a_preempted_request_is_asked_for_with_all_that_it_generated(serve: Serve) -> None:
+    """The last token too, though no pass has told it: the block before it can be loaded now."""
+    server = serve()
+    request = StandInRequest(1, prompt(100), max_new_tokens=50)
+    server.engine.submit(request)
+    server.engine.run_until(lambda: request.length == 129)
+    server.until(lambda: len(server.store.keys()) == 4)
+    server.engine.preempt(request)
+    server.engine.run_until_done()
+    assert server.engine.answers == [(1, 0, 0), (1, 128, 128)]
+    assert server.left_behind() == []
+
+
 def test_D8_a_request_that_is_reset_while_its_load_is_under_way_loads_again(serve: Serve) -> None:
     """The runtime waits for the load; whoever does not has the pages back when the reset returns all the same."""
     server = warmed(serve, prompt(200))
