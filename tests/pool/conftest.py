@@ -11,15 +11,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import anyio
 import pytest
 
-from akv.errors import PoolError
-from akv.pool import MooncakePool, embedded, set_up_store
+from akv.pool import MooncakePool, set_up_store
 from akv.pool.exit_guard import PROCESS_GUARD
-from akv.pool.reach import reach_master
 from akv.settings import StoreSettings
-from akv_testing.processes import children_of
+from akv_testing.master import running_master
 from akv_testing.pytest_backends import real_backends
 
 anyio_backend = real_backends
@@ -138,54 +135,31 @@ def memory() -> Callable[..., Memory]:
     return Memory
 
 
-@contextmanager
-def _running_master(*flags: str) -> Iterator[tuple[str, int]]:
-    """A master under the watcher, without an event loop: its address and its process id."""
-    rpc_port, metrics_port = embedded.free_ports(2)
-    command = [*embedded.watched_command(embedded.find_master(), rpc_port, metrics_port), *flags]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as watcher:
-        assert watcher.stdin is not None
-        address = f"{embedded.LOOPBACK}:{rpc_port}"
-        anyio.run(_wait_for, address)
-        (child,) = children_of(watcher.pid)
-        yield address, child
-        watcher.stdin.close()
-
-
-async def _wait_for(address: str) -> None:
-    with anyio.fail_after(10):
-        while True:
-            try:
-                return await reach_master(address, 1.0)
-            except PoolError:
-                await anyio.sleep(0.01)
-
-
 @pytest.fixture(scope="session")
 def master() -> Iterator[str]:
     """The address of a healthy master, "host:port"."""
-    with _running_master() as (address, _):
+    with running_master() as (address, _):
         yield address
 
 
 @pytest.fixture
 def own_master() -> Iterator[tuple[str, int]]:
     """A master that a test may stop or kill: its address and its process id."""
-    with _running_master() as started:
+    with running_master() as started:
         yield started
 
 
 @pytest.fixture
 def hasty_master() -> Iterator[str]:
     """The address of a master whose leases end after a millisecond."""
-    with _running_master("--default_kv_lease_ttl=1") as (address, _):
+    with running_master("--default_kv_lease_ttl=1") as (address, _):
         yield address
 
 
 @pytest.fixture
 def brief_master() -> Iterator[str]:
     """The address of a master whose leases end after a second."""
-    with _running_master("--default_kv_lease_ttl=1000") as (address, _):
+    with running_master("--default_kv_lease_ttl=1000") as (address, _):
         yield address
 
 

@@ -1,0 +1,109 @@
+"""A real vLLM whose pool fails: every request is answered as if there were none, and soon."""
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import pytest
+
+from akv_testing.master import running_master
+from akv_testing.processes import halt
+from akv_testing.vllm.client import Server
+from akv_testing.vllm.models import LLAMA
+from akv_testing.vllm.protocol import FailGets, Generate, Report, Reset, Settle
+
+pytestmark = pytest.mark.vllm
+
+REUSED = 1920
+#: Requests on either side of a comparison.
+SAMPLES = 9
+#: Seconds by which requests may be slower with the master gone.
+MOST_SLOWER_S = 0.1
+#: Seconds from a load's dispatch after which its request computes.
+LOAD_DEADLINE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def own_master() -> Iterator[tuple[str, int]]:
+    """A master that a test may kill: its address and its process id."""
+    with running_master() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(own_master: tuple[str, int], open_server: Callable[..., Server]) -> Server:
+    """A server that lends no memory itself: its pages are with whoever does."""
+    address, _ = own_master
+    return open_server(LLAMA, address, segment_bytes=0, load_deadline_s=LOAD_DEADLINE_S)
+
+
+def ask(server: Server, prompt: list[int]) -> Report:
+    report = server.ask(Generate(prompts=[prompt], tokens=8))
+    server.ask(Settle())
+    return report
+
+
+def stored(server: Server, prompt: list[int]) -> Report:
+    """Compute a prompt, have it saved, and forget it locally."""
+    report = ask(server, prompt)
+    assert server.ask(Reset()).done
+    return report
+
+
+def test_D2_a_request_whose_gets_all_fail_is_computed_and_asked_for_no_more(
+    server: Server,
+    own_master: tuple[str, int],
+    lender: Callable[[str], "subprocess.Popen[bytes]"],
+    prompt: Callable[..., list[int]],
+) -> None:
+    lender(own_master[0])
+    asked, other = prompt("asked"), prompt("other")
+    cold = stored(server, asked)
+    stored(server, other)
+    server.ask(FailGets(fail=True))
+    report = ask(server, asked)
+    (answer,) = report.answers
+    assert report.failed_gets > 0
+    assert answer.cached_tokens == 0
+    assert answer.tokens == cold.answers[0].tokens
+    # As many passes as the cold request had, but for the one that found out.
+    assert report.passes <= cold.passes + 1
+    assert ask(server, prompt("third")).failed_gets == report.failed_gets
+    server.ask(FailGets(fail=False))
+    assert ask(server, other).answers[0].external_tokens == REUSED
+
+
+def test_D3_a_request_whose_pages_died_with_their_holder_is_computed(
+    server: Server,
+    own_master: tuple[str, int],
+    lender: Callable[[str], "subprocess.Popen[bytes]"],
+    prompt: Callable[..., list[int]],
+) -> None:
+    holder = lender(own_master[0])
+    cold = stored(server, prompt())
+    halt(holder.pid, signal.SIGKILL)
+    report = ask(server, prompt())
+    (answer,) = report.answers
+    # They were offered, since the master goes on naming what a dead process held; and were not there.
+    assert report.counted["failed_loads"] >= 1
+    assert answer.cached_tokens == 0
+    assert answer.tokens == cold.answers[0].tokens
+    assert report.seconds < cold.seconds + LOAD_DEADLINE_S + 1.0
+    # Once more, with nothing that waits.
+    assert ask(server, prompt()).answers[0].local_tokens == REUSED
+
+
+def test_L2_requests_are_as_fast_once_the_master_is_gone(
+    server: Server,
+    own_master: tuple[str, int],
+    lender: Callable[[str], "subprocess.Popen[bytes]"],
+    prompt: Callable[..., list[int]],
+) -> None:
+    lender(own_master[0])
+    before = [ask(server, prompt(f"before {number}")).seconds for number in range(SAMPLES)]
+    halt(own_master[1], signal.SIGKILL)
+    ask(server, prompt("first to meet it"))
+    after = [ask(server, prompt(f"after {number}")) for number in range(SAMPLES)]
+    assert all(report.answers[0].finish_reason == "length" for report in after)
+    assert median(report.seconds for report in after) < median(before) + MOST_SLOWER_S
