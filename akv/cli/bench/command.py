@@ -15,6 +15,7 @@ from rich.table import Table
 from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
 from akv.cli.bench.soak import SoakFigures, bench_soak
+from akv.cli.bench.vllm.command import add_vllm
 from akv.errors import DependencyError
 
 
@@ -81,6 +82,8 @@ def add_bench(app: typer.Typer) -> None:
         else:
             _show_soak(figures)
         raise typer.Exit(code=1 if figures.failures else 0)
+
+    add_vllm(bench)
 
 
 _Measured = TypeVar("_Measured")
