@@ -1,4 +1,4 @@
-"""What akv says about itself: the events of `akv/catalogue.py` (V1), and the only way to emit them.
+"""What akv says about itself: the events of `akv/catalogue/` (V1), and the only way to emit them.
 
 The library configures no logging. Where the application configured structlog, events go there; else to the standard library's
 logger "akv", so that by default nothing is printed but warnings and errors, on stderr. Prompt text, token values and salts
