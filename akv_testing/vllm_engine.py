@@ -27,12 +27,22 @@ MOST_STEPS = 20_000
 
 
 class VllmEngine:
-    """One engine. `chunk`: tokens that one step computes at most. `grace_s`: as the setting, in seconds."""
+    """One engine. `chunk`: tokens that one step computes at most. `grace_s`: as the setting, in seconds. `ahead`: it schedules
+    a step before it has read what the one before sampled, as vLLM does by default.
+    """
 
     def __init__(
-        self, server: FakeServer, *, chunk: int = 64, grace_s: float = 0.01, blocks: int = 64, name: str = "engine"
+        self,
+        server: FakeServer,
+        *,
+        chunk: int = 64,
+        grace_s: float = 0.01,
+        blocks: int = 64,
+        ahead: bool = False,
+        name: str = "engine",
     ) -> None:
         self.server = server
+        self.ahead = ahead
         self.chunk = chunk
         self.pool = BlockPool(blocks)
         self.session: Session = join_session(name)
@@ -48,8 +58,10 @@ class VllmEngine:
         self.waiting: list[VllmRequest] = []
         self.running: list[VllmRequest] = []
         self.tables: dict[str, list[list[int]]] = {}
-        #: Outputs that vLLM has not acted upon: more than one where it schedules ahead.
-        self.outputs: list[Results] = []
+        #: Outputs that vLLM has not acted upon, with the token that each request's pass sampled.
+        self.outputs: list[tuple[Results, dict[str, int]]] = []
+        #: All tokens of each request, as the model runner knows them.
+        self._tokens: dict[str, list[int]] = {}
         #: What ended since the beginning.
         self.ended: dict[str, VllmRequest] = {}
         #: Tokens of each request that a load brought.
@@ -58,6 +70,7 @@ class VllmEngine:
         self.failures: list[str] = []
         #: Whether a copy or a call never ends: what it touches stays registered.
         self.left_behind = False
+        self._admits = True
         self._received: set[str] = set()
         self._preempted: list[str] = []
         self._finished: list[str] = []
@@ -68,6 +81,7 @@ class VllmEngine:
         """A request arrives."""
         request = VllmRequest(request_id, tokens, max_tokens, **fields)
         self.requests[request_id] = request
+        self._tokens[request_id] = list(tokens)
         self.waiting.append(request)
         self.scheduler.on_new_request(request)
         return request
@@ -83,9 +97,19 @@ class VllmEngine:
         request.status = Status.FINISHED_ABORTED
         self._free_request(request, delayed=loading)
 
-    def preempt(self, request_id: str) -> None:
-        """Its blocks are wanted: it goes back to the queue without any."""
+    def preempt(self, request_id: str, *, between_steps: bool = False) -> None:
+        """Its blocks are wanted: it goes back to the queue without any. `between_steps`: for a reset of the local cache,
+        behind which the next step may take it again; else that step admits nobody.
+        """
         request = self.requests[request_id]
+        self._admits = between_steps
+        # What is under way of it was sampled before, and is sampled again.
+        self._tokens[request_id] = list(request.all_token_ids)
+        request.num_output_placeholders = 0
+        self.outputs = [
+            (results, {name: token for name, token in sampled.items() if name != request_id})
+            for results, sampled in self.outputs
+        ]
         self.running.remove(request)
         self._free_blocks(request_id)
         request.status = Status.PREEMPTED
@@ -123,53 +147,60 @@ class VllmEngine:
     # -- a step
 
     def step(self, *, act: bool = True) -> None:
-        """Schedule, execute, act upon what came of it. `act`: False leaves the last to the next step, as vLLM does where it
-        schedules ahead.
-        """
-        scheduled = self.schedule()
-        self.outputs.append(self.execute(*scheduled))
-        while act and self.outputs:
-            self.act_upon(self.outputs.pop(0), scheduled[1] if not self.outputs else {})
+        """Schedule, execute, act upon what came of it. `act`: False leaves that to the next step."""
+        order, scheduled = self.schedule()
+        self.outputs.append(self.execute(order, scheduled))
+        # Ahead, the last output is left to the next step, unless there is nothing else to do.
+        while act and len(self.outputs) > (self.ahead and bool(scheduled)):
+            self.act_upon(*self.outputs.pop(0))
 
     def schedule(self) -> tuple[StepOrder, dict[str, int]]:
         """The scheduler's part."""
         budget, scheduled = self.chunk, {}
         for request in list(self.running):
-            tokens = min(budget, request.num_tokens - request.num_computed_tokens)
+            tokens = min(budget, request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
             if tokens and self._allocate(request, request.num_computed_tokens + tokens, request.num_computed_tokens):
                 scheduled[request.request_id] = tokens
                 budget -= tokens
-        for request in list(self.waiting) if not self._preempted else ():
+        for request in list(self.waiting) if self._admits else ():
             tokens = self._admit(request, budget)
             if tokens:
                 scheduled[request.request_id] = tokens
                 budget -= tokens
         blocks_of = lambda request_id: Blocks(self.tables[request_id]).get_block_ids()  # noqa: E731
         output = scheduler_output(scheduled, self._preempted, self._finished, blocks_of)
-        self._preempted, self._finished = [], []
+        self._preempted, self._finished, self._admits = [], [], True
         order = self.scheduler.step(output)
         for request_id, tokens in scheduled.items():
-            self.requests[request_id].num_computed_tokens += tokens
+            request = self.requests[request_id]
+            request.num_computed_tokens += tokens
+            if self.ahead and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1
         return order, scheduled
 
-    def execute(self, order: StepOrder, scheduled: dict[str, int]) -> Results:
-        """The model runner's part."""
+    def execute(self, order: StepOrder, scheduled: dict[str, int]) -> tuple[Results, dict[str, int]]:
+        """The model runner's part. Returns what ended, and what was sampled."""
+        sampled = {}
         for request_id, tokens in scheduled.items():
-            self._forward(self.requests[request_id], tokens)
+            request, known = self.requests[request_id], self._tokens[request_id]
+            self._forward(request, tokens)
+            if request.num_computed_tokens == len(known):
+                sampled[request_id] = sum(known) % 89
+                known.append(sampled[request_id])
         if order.plan is not None:
             self.worker.after_forward(order.plan)
-        return self.worker.results(idle=order.idle)
+        return self.worker.results(idle=order.idle), sampled
 
-    def act_upon(self, results: Results, scheduled: dict[str, int]) -> None:
+    def act_upon(self, results: Results, sampled: dict[str, int]) -> None:
         """The scheduler reads the output."""
         for request_id in results.failed:
             request = self.requests[request_id]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 request.num_computed_tokens = 0
                 self.failures.append(request_id)
-        for request in [self.requests[request_id] for request_id in scheduled if request_id in self.requests]:
-            if not request.is_finished() and request.num_computed_tokens == request.num_tokens:
-                self._sampled(request)
+        for request in [self.requests[request_id] for request_id in sampled if request_id in self.requests]:
+            if not request.is_finished():
+                self._sampled(request, sampled[request.request_id])
         self.scheduler.received(results.received)
         for request_id in results.received:
             request = self.requests[request_id]
@@ -225,11 +256,7 @@ class VllmEngine:
         table = self.tables.setdefault(request.request_id, [[] for _ in self.server.layout.groups])
         size = self.server.tokens_per_block
         wanted: list[tuple[list[int], int]] = []
-        for group, blocks in zip(self.server.layout.groups, table, strict=True):
-            stale = max(0, computed + 1 - group.window_tokens) // size if group.is_window else 0
-            for index in range(min(stale, len(blocks))):
-                self.pool.release([blocks[index]])
-                blocks[index] = 0
+        for stale, blocks in zip(self._leave_behind(request, computed), table, strict=True):
             wanted += [(blocks, index) for index in range(max(stale, len(blocks)), -(-upto // size))]
         free = self.pool.free
         if len(free) < len(wanted):
@@ -240,10 +267,20 @@ class VllmEngine:
             blocks.append(block)
         return True
 
+    def _leave_behind(self, request: VllmRequest, computed: int) -> list[int]:
+        """Free the blocks that windows leave behind once `computed` tokens have KV. Returns how many, by group."""
+        size, behind = self.server.tokens_per_block, []
+        for group, blocks in zip(self.server.layout.groups, self.tables.get(request.request_id, ()), strict=False):
+            behind.append(max(0, computed + 1 - group.window_tokens) // size if group.is_window else 0)
+            for index in range(min(behind[-1], len(blocks))):
+                self.pool.release([blocks[index]])
+                blocks[index] = 0
+        return behind
+
     def _forward(self, request: VllmRequest, tokens: int) -> None:
         """Write the whole blocks that end in this pass. A partial one is written when it is whole."""
         size, after = self.server.tokens_per_block, request.num_computed_tokens
-        hashes = self.server.hashes(request.all_token_ids[:after])
+        hashes = self.server.hashes(self._tokens[request.request_id][:after])
         first = (after - tokens) // size
         table = self.tables[request.request_id]
         groups = range(len(table))
@@ -257,8 +294,9 @@ class VllmEngine:
         if self.session.serving is not None:
             self.call(lambda: self.server.device.kernel(writes=writes))
 
-    def _sampled(self, request: VllmRequest) -> None:
-        request.all_token_ids.append(sum(request.all_token_ids) % 89)
+    def _sampled(self, request: VllmRequest, token: int) -> None:
+        request.all_token_ids.append(token)
+        request.num_output_placeholders = max(0, request.num_output_placeholders - 1)
         if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
             self.running.remove(request)
             request.status = Status.FINISHED_STOPPED
@@ -275,6 +313,7 @@ class VllmEngine:
                     assert held == self.server.content(hashes[block], group), f"{request.request_id}: block {block} is wrong"
 
     def _free_request(self, request: VllmRequest, *, delayed: bool) -> None:
+        self._leave_behind(request, request.num_computed_tokens)
         holds = self.scheduler.finished(request, aborted=request.status is Status.FINISHED_ABORTED)
         self.ended[request.request_id] = request
         self._finished.append(request.request_id)

@@ -30,6 +30,7 @@ class VllmRequest:
         self.all_token_ids = list(tokens)
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
         self.num_preemptions = 0
         self.max_tokens = max_tokens
         self.status = Status.WAITING

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import msgspec
-from anyio import move_on_after
+from anyio import CancelScope
 
 from akv import observe
 from akv.connector import Connector
@@ -116,8 +116,9 @@ class LoopSide:
         request = tracked.request
         if request is None:
             return True
-        with move_on_after(0):
-            # Cancelled at its first wait; the request is cancelled all the same, and its end is told.
+        with CancelScope() as scope:
+            # The request is cancelled all the same. Only the wait for its end is not, which then is told like any other.
+            scope.cancel()
             await request.cancel()
         return request.closed
 

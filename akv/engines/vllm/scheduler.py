@@ -135,7 +135,6 @@ class SchedulerRole:
         session, tracked = self._session, self._session.requests.get(request.request_id)
         if tracked is None:
             return False
-        self._loads = [load for load in self._loads if load.tracked is not tracked]
         if tracked.asked is not None:
             tracked.asked.cancel()
         serving = session.serving
@@ -148,8 +147,6 @@ class SchedulerRole:
             free = session.ask(serving.loop.finish, tracked, otherwise=True)
         if tracked.receiving:
             # vLLM keeps the blocks until it reads that the load ended, and forgets the request then.
-            if free:
-                session.ends.append(tracked)
             return False
         if free:
             del session.requests[request.request_id]

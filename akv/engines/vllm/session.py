@@ -54,9 +54,8 @@ class Session:
         self._failed = False
         #: The requests that vLLM has not forgotten, by its id.
         self.requests: dict[str, Tracked] = {}
-        #: What ended and was not looked at, oldest first, a request whose blocks were free at once included; and whether there
-        #: is something new, lookups too.
-        self.ends: deque[Completion | PagesLost | Tracked] = deque()
+        #: What ended and was not looked at, oldest first; and whether there is something new, lookups included.
+        self.ends: deque[Completion | PagesLost] = deque()
         self.arrived = threading.Event()
         #: Blocks that must never be used again, which the scheduler's role takes out of use.
         self.lost_blocks: set[int] = set()

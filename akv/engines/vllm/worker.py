@@ -48,9 +48,6 @@ class WorkerRole:
         results = Results(set(), set(), set())
         while session.ends:
             ended = session.ends.popleft()
-            if isinstance(ended, Tracked):
-                self._over(ended, results)
-                continue
             tracked = session.requests.get(ended.request_id)
             match ended:
                 case LoadCompleted():
@@ -72,8 +69,7 @@ class WorkerRole:
             counts.add("loaded_tokens", ended.tokens)
         elif ended.state is LoadState.FAILED:
             counts.add("failed_loads")
-        # Of a request that was aborted the end of everything is told.
-        if tracked is None or not tracked.receiving or tracked.reported or tracked.ended:
+        if tracked is None or not tracked.receiving or tracked.reported:
             return
         if ended.state is not LoadState.LOADED:
             results.failed.add(tracked.id)

@@ -39,13 +39,25 @@ def test_D3_a_load_that_fails_is_computed_and_not_tried_for_ever(make: Any, answ
     assert len(engine.pool.free) == 63
 
 
-def test_D3_after_a_slow_failure_it_is_computed_although_more_might_be_there(make: Any) -> None:
+def test_D3_after_a_deadline_it_is_computed_although_more_might_be_there(make: Any) -> None:
     engine = make(warm(load_deadline_s=0.02))
     gate = engine.call(engine.server.runner.hold, CallKind.GET)
     engine.add("a", TOKENS)
-    engine.run("a")
-    assert engine.failures == ["a"]
+    engine.until(lambda: engine.failures)
     engine.call(gate.release)
+    engine.run()
+    assert engine.failures == ["a"]
+    assert "loads" not in engine.session.counts.take()
+
+
+def test_D3_after_a_lost_holder_it_is_computed_although_others_hold_the_beginning(make: Any) -> None:
+    engine = make(warm())
+    last = engine.server.keys_of(TOKENS)[0][3]
+    engine.call(lambda: engine.server.pool.answer("get", KeyState.HOLDER_LOST, key=last, times=None))
+    engine.add("a", TOKENS)
+    engine.run()
+    assert engine.failures == ["a"]
+    assert "loads" not in engine.session.counts.take()
 
 
 def test_a_lookup_that_hangs_delays_no_other_request(make: Any) -> None:
@@ -101,6 +113,9 @@ def test_L6_blocks_that_cannot_be_taken_are_computed_into(
     with caplog.at_level(logging.WARNING, "akv"):
         engine.run()
     assert "akv.engine.load_refused" in caplog.text
+    # Once: what was refused is not offered again.
+    assert engine.failures == ["a"]
+    assert "loads" not in engine.session.counts.take()
     assert engine.ended["a"].num_tokens == len(TOKENS) + 2
 
 

@@ -1,11 +1,13 @@
 """Requests of vLLM's in vLLM's order of calls: computed, saved, loaded, preempted, aborted."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from akv.ports.calls import CallKind
+from akv.values.requests import SavesCompleted
 from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
@@ -45,6 +47,40 @@ def test_S12_what_was_generated_is_saved_and_the_next_turn_finds_it(make: Any) -
     assert engine.loaded == {"b": 24}
 
 
+def test_S12_a_block_is_saved_when_decoding_completes_it_and_not_only_at_the_end(make: Any) -> None:
+    engine = make()
+    request = engine.add("a", TOKENS, max_tokens=20)
+    engine.until(lambda: request.num_tokens == 25)
+    while 5 not in engine.call(engine.server.stored_blocks, request.all_token_ids):
+        time.sleep(0.001)
+    assert "a" not in engine.ended
+    engine.run()
+
+
+def test_K6_S12_what_was_sampled_ahead_is_saved_once_it_is_known(make: Any) -> None:
+    engine = make(ahead=True)
+    # Blocks end at 20, 24 and 28 tokens: each pass that completes one was planned before its last token was read.
+    turn = engine.add("a", TOKENS, max_tokens=11)
+    engine.run()
+    assert engine.call(engine.server.stored_blocks, turn.all_token_ids) == [0, 1, 2, 3, 4, 5, 6]
+    assert engine.call(engine.server.wrong_values) == []
+
+
+def test_D1_a_server_that_only_saves_waits_for_no_lookup(make: Any) -> None:
+    engine = make(FakeServer(layout=tiny_layout(), role="producer"), grace_s=0.0)
+    assert engine.scheduler.matched(engine.add("a", TOKENS), 0) == (0, False)
+    engine.run()
+    assert engine.call(engine.server.stored_blocks, TOKENS) == [0, 1, 2, 3]
+
+
+def test_a_request_that_is_not_to_be_saved_is_loaded_and_leaves_nothing(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    request = engine.add("a", TOKENS, max_tokens=8, kv_transfer_params={"akv.do_not_save": True})
+    engine.run()
+    assert engine.loaded == {"a": 16}
+    assert engine.call(engine.server.stored_blocks, request.all_token_ids) == [0, 1, 2, 3]
+
+
 def test_a_step_in_which_requests_decode_within_a_block_costs_no_hop(make: Any) -> None:
     engine = make()
     engine.add("a", TOKENS, max_tokens=8)
@@ -53,37 +89,42 @@ def test_a_step_in_which_requests_decode_within_a_block_costs_no_hop(make: Any) 
     while engine.requests["a"].num_computed_tokens < 23:
         order, scheduled = engine.schedule()
         orders.append(order.plan is not None)
-        engine.act_upon(engine.execute(order, scheduled), scheduled)
+        engine.act_upon(*engine.execute(order, scheduled))
     # 19, 20 (a block is whole), 21, 22, 23.
     assert orders == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_D7_a_preempted_request_begins_again_and_loads_what_it_had_saved(make: Any, ahead: bool) -> None:
-    engine = make(FakeServer(layout=tiny_layout()), chunk=8)
-    undisturbed = make()
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_D8_a_preempted_request_begins_again_and_loads_what_it_had_saved(make: Any, between_steps: bool, ahead: bool) -> None:
+    engine, undisturbed = make(chunk=8, ahead=ahead), make()
     for one in (engine, undisturbed):
-        one.add("a", LONG, max_tokens=6)
+        one.add("a", LONG, max_tokens=9)
     undisturbed.run()
-    engine.until(lambda: engine.requests["a"].num_tokens == len(LONG) + 3)
-    if ahead:
-        engine.step(act=False)
-    engine.preempt("a")
-    engine.until(lambda: engine.call(engine.server.stored_blocks, LONG) or engine.requests["a"].num_preemptions)
+    engine.until(lambda: engine.requests["a"].num_tokens == len(LONG) + 1)
+    while 8 not in engine.call(engine.server.stored_blocks, LONG):
+        time.sleep(0.001)
+    engine.preempt("a", between_steps=between_steps)
     engine.run()
-    assert engine.ended["a"].all_token_ids[: len(LONG) + 3] == undisturbed.ended["a"].all_token_ids[: len(LONG) + 3]
+    assert engine.loaded["a"] >= 36
+    assert engine.ended["a"].all_token_ids == undisturbed.ended["a"].all_token_ids
     assert engine.call(engine.server.wrong_values) == []
     assert len(engine.pool.free) == 63
 
 
-def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(make: Any) -> None:
+@pytest.mark.parametrize("between_steps", [False, True])
+def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(make: Any, between_steps: bool) -> None:
     engine = make(blocks=8)
     gate = engine.call(engine.server.device.script.hold, "gather")
     engine.add("a", TOKENS, max_tokens=8)
     engine.until(lambda: engine.call(lambda: engine.server.device.busy))
-    engine.preempt("a")
-    engine.add("b", LONG[:20])
-    engine.waiting.reverse()
+    engine.preempt("a", between_steps=between_steps)
+    if between_steps:
+        engine.add("b", LONG[:20])
+        engine.scheduler.matched(engine.requests["b"], 0)
+    else:
+        engine.add("b", LONG[:20])
+        engine.waiting.reverse()
     # Its blocks go to another, which writes into them: beside a read the device refuses that.
     happened = []
 
@@ -152,11 +193,29 @@ def test_D6_a_load_that_has_not_begun_is_withdrawn_and_told(make: Any) -> None:
     engine.call(gate.release)
 
 
+def test_D8_the_end_of_an_earlier_incarnation_ends_no_load(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    gate = engine.call(engine.server.device.script.hold, "scatter")
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    earlier = SavesCompleted(request_id="a", incarnation=0, stored_blocks=0, refused_blocks=0)
+    engine.session.ends.append(earlier)
+    engine.step()
+    assert engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
+    assert not engine._received
+    engine.abort("a")
+    engine.session.ends.append(earlier)
+    engine.step()
+    assert "a" in engine.requests
+    engine.call(gate.release)
+    engine.run()
+
+
 def test_an_end_that_was_told_and_not_yet_read_is_not_told_again(make: Any) -> None:
     engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
     engine.add("a", TOKENS)
     engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
-    while not engine.outputs or not engine.outputs[-1].received:
+    while not engine.outputs or not engine.outputs[-1][0].received:
         engine.outputs.clear()
         engine.step(act=False)
     engine.abort("a")
@@ -180,7 +239,7 @@ def test_a_pass_that_is_planned_and_never_runs_leaves_no_mark(make: Any) -> None
         order, scheduled = engine.schedule()
         if order.plan is not None:
             break
-        engine.act_upon(engine.execute(order, scheduled), scheduled)
+        engine.act_upon(*engine.execute(order, scheduled))
     # vetoed: the tokens are scheduled again.
     engine.requests["a"].num_computed_tokens -= scheduled["a"]
     engine.session.requests["a"].noted = ()
@@ -199,6 +258,46 @@ def test_W3_window_pages_are_saved_before_their_blocks_are_given_on(make: Any) -
     assert second.loaded == {"b": 36}
     assert second.ended["b"].all_token_ids == first.ended["a"].all_token_ids
     assert len(second.pool.free) == 63
+
+
+def test_W3_no_page_is_stored_that_a_window_had_left_behind(make: Any) -> None:
+    engine = make(WindowServer(windows=((8, 0),), rewind_tokens=24), chunk=8)
+    engine.add("a", LONG, max_tokens=9)
+    engine.run()
+    assert engine.call(engine.server.wrong_values) == []
+    assert engine.session.counts.take()["stored_blocks"] == 11
+
+
+def test_M5_a_pass_waits_until_the_copies_of_its_window_pages_are_queued(make: Any) -> None:
+    engine = make(WindowServer(windows=((8, 0),)))
+    gate = engine.call(engine.server.runner.hold, CallKind.SNAPSHOT)
+    engine.add("a", LONG)
+    happened = []
+
+    def release() -> None:
+        happened.append("queued")
+        engine.call(gate.release)
+
+    threading.Timer(0.01, release).start()
+    engine.until(lambda: engine.running)
+    happened.append("pass over")
+    engine.run()
+    assert happened == ["queued", "pass over"]
+
+
+@pytest.mark.parametrize("tokens", range(34, 39))
+def test_S12_at_the_end_no_page_is_read_that_vllm_has_freed(make: Any, tokens: int) -> None:
+    engine = make(WindowServer(windows=((8, 0),)), chunk=64)
+    engine.add("a", LONG[:30], max_tokens=tokens - 29)
+    engine.until(lambda: engine.requests["a"].num_tokens == tokens)
+    gate = engine.call(engine.server.device.script.hold, "gather")
+    engine.until(lambda: "a" in engine.ended)
+    # Whoever comes next writes into what was freed; beside a read, and unordered, the device refuses that.
+    engine.add("b", TOKENS)
+    engine.until(lambda: "b" not in engine.requests or engine.requests["b"].num_tokens > len(TOKENS))
+    engine.call(gate.release)
+    engine.run()
+    assert engine.call(engine.server.wrong_values) == []
 
 
 def test_12_requests_at_once_share_what_there_is(make: Any) -> None:
