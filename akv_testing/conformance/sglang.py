@@ -171,6 +171,9 @@ class HiCacheConformance:
         sides = (PoolName.INDEXER, PoolName.MAMBA, PoolName.SWA) if not latent else (PoolName.MAMBA,)
         one, other = (server(ranks=ranks, latent=latent, sides=sides) for _ in range(2))
         written_by(one, prompt(6))
+        assert other.prefetch(prompt(8)).wait() == 6
+        other.check()
+        other.evict(prompt(8))
         assert other.prefetch(prompt(6)).wait() == 6
         other.check()
 

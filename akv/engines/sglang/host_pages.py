@@ -51,13 +51,6 @@ class Piece(NamedTuple):
 PagePlace = Sequence[Piece]
 
 
-class _OnePage(list[int]):
-    """The indices of a pool's first page, as a tensor would spell them."""
-
-    def tolist(self) -> list[int]:
-        return self
-
-
 class HostPages:
     """One host pool. Raises SettingsError (fault of whoever configured SGLang) for a pool that cannot describe its pages."""
 
@@ -88,7 +81,8 @@ class HostPages:
 
     def is_replicated(self, model_is: bool) -> bool:
         """Whether every tensor-parallel rank holds the same bytes; `model_is`: whether it is so for the model's own KV."""
-        if not model_is or self.name in _SPLIT:
+        # Where layers are spread over the ranks a page holds other layers on each.
+        if not model_is or self.name in _SPLIT or getattr(self._pool, "_layer_shard_enabled", False):
             return False
         return self.name not in _DRAFTS or any(kind.__name__ == _LATENT_CLASS for kind in type(self._pool).__mro__)
 
@@ -110,9 +104,12 @@ class HostPages:
         return [each[at : at + pieces] for at in range(0, len(each), pieces)]
 
     def _pieces_of_first_page(self, layout: str) -> list[Piece]:
+        # Some pools reckon with indices as with a tensor. Imported here: a storage that is never attached needs no torch.
+        from akv.device.indices import first_indices  # noqa: PLC0415
+
         try:
-            addresses, sizes = self._pool.get_page_buffer_meta(_OnePage(range(self.tokens)))
-        except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:
+            addresses, sizes = self._pool.get_page_buffer_meta(first_indices(self.tokens))
+        except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
             raise SettingsError(
                 "hicache_mem_layout",
                 layout,

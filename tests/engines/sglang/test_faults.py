@@ -148,6 +148,19 @@ def test_after_a_part_that_was_refused_nothing_further_is_put(backends: FakeBack
     backends.pools[-1].answer("put", KeyState.REFUSED, key=lambda key: key.endswith(third), times=None)
     stored = cache.ranks[0].backend.batch_set_v1(*_held(cache, prompt(6)))
     assert stored == [True, True, False, False, False, False]
+    assert [len(call.keys) for call in backends.pools[-1].calls if call.operation == "put"] == [1, 1, 1]
+    stagings = backends.made[-1]._loop.served._stagings.values()
+    assert backends.on_loop(lambda: [staging.slots.free for staging in stagings]) == [2, 2], "slots were kept"
+    cache.detach()
+
+
+def test_D3_behind_a_part_with_a_hole_nothing_further_is_asked_for(backends: FakeBackends) -> None:
+    cache = server(backends, staging_buffer_bytes=2 * HostPool().page_bytes)
+    written_by(cache, prompt(6))
+    third = cache.hashes(prompt(6))[2]
+    backends.pools[-1].answer("get", KeyState.MISSING, key=lambda key: key.endswith(third))
+    assert cache.prefetch(prompt(6)).wait() == 2
+    assert [len(call.keys) for call in backends.pools[-1].calls if call.operation == "get"] == [1, 1, 1]
     cache.detach()
 
 

@@ -10,7 +10,7 @@ from akv.engines import sglang
 from akv.engines.sglang.extra_config import is_v1, settings_of
 from akv.engines.sglang.host_pages import HostPages
 from akv.engines.sglang.interface import check_version
-from akv.errors import DependencyError, SettingsError
+from akv.errors import DependencyError, EngineContractError, SettingsError
 from akv_testing.engines.sglang import INTERFACE, HiCacheStorageConfig, HostPool, LatentHostPool
 
 
@@ -78,7 +78,7 @@ def test_what_the_section_leaves_out_comes_from_akvs_other_sources(monkeypatch: 
         (None, "model_key", {}),
         ({"akv": {"pool": "embedded"}}, "model_key", {}),
         ({"akv": "m"}, "akv", {}),
-        ({"model_key": "m"}, "model_key", {}),
+        ({"revision": "2", "akv": {"model_key": "m", "pool": "embedded"}}, "revision", {}),
         ({"akv": {"model_key": "m", "pool": "embedded", "modelkey": 1}}, "modelkey", {}),
         ({"akv": {"model_key": "m", "pool": "embedded", "require_salt": True}}, "require_salt", {}),
         ({"akv": {"model_key": "m", "pool": "embedded", "key_format": "trtllm", "pin_model_key": True}}, "key_format", {}),
@@ -97,8 +97,23 @@ def test_a_host_pool_that_cannot_say_where_pages_lie_is_refused_with_what_to_cha
     assert refused.value.value == "page_unified"
 
 
+def test_a_host_pool_that_describes_its_pages_in_another_way_later_is_found_out() -> None:
+    pool = HostPool()
+    pages = HostPages(pool, "kv")
+    assert len(pages.places(range(8), 2)) == 2
+    pool.layout = "layer_first"
+    with pytest.raises(EngineContractError, match="in another way than when it was registered"):
+        pages.places(range(8), 2)
+
+
 class MLATokenToKVPoolHost(LatentHostPool):
     """Of the name by which SGLang's pools of latents are known."""
+
+
+class SplitByLayers(LatentHostPool):
+    """Each rank holds other layers."""
+
+    _layer_shard_enabled = True
 
 
 @pytest.mark.parametrize(
@@ -111,6 +126,7 @@ class MLATokenToKVPoolHost(LatentHostPool):
         (HostPool(), "draft", True, False),
         (MLATokenToKVPoolHost(), "draft", True, True),
         (MLATokenToKVPoolHost(), "draft", False, False),
+        (SplitByLayers(), "kv", True, False),
     ],
 )
 def test_K3_states_and_drafts_of_heads_differ_from_rank_to_rank_though_the_models_latents_do_not(
