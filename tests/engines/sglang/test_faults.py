@@ -191,6 +191,16 @@ def test_O1_a_role_does_what_it_says(backends: FakeBackends, role: str, stored: 
     cache.detach()
 
 
+def test_D3_what_one_rank_did_not_get_no_rank_uses(backends: FakeBackends) -> None:
+    configs = [HiCacheStorageConfig(tp_rank=rank, tp_size=2, extra_config=dict(V1)) for rank in range(2)]
+    cache = HiCache([Rank(config, backends, HostPool()) for config in configs])
+    written_by(cache, prompt(6))
+    backends.pools[1].answer("get", KeyState.MISSING, key=lambda key: key.endswith(cache.hashes(prompt(6))[3]))
+    assert cache.prefetch(prompt(6)).wait() == 3
+    cache.check()
+    cache.detach()
+
+
 def test_K3_of_ranks_with_the_same_bytes_one_writes(backends: FakeBackends) -> None:
     config = HiCacheStorageConfig(tp_rank=1, tp_size=2, is_mla_model=True, extra_config=dict(V1))
     rank = Rank(config, backends, LatentHostPool())
