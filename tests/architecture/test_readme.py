@@ -20,6 +20,7 @@ def block(language: str, mark: str = "") -> str:
     return found[1]
 
 
+ADAPTER = (ROOT / "docs" / "how-to" / "write-an-adapter.md").read_text(encoding="utf-8")
 #: The examples of the how-to, the first of which is the description of a cache and prints nothing.
 _, RESUMED, QUARANTINED = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL)
 
@@ -39,6 +40,16 @@ def test_the_embedding_examples_print_what_is_said(example: str, printed: list[s
     assert backend in program
     ran = subprocess.run([sys.executable, "-W", "error", "-"], input=program, capture_output=True, text=True, check=False)
     assert (ran.stdout.splitlines(), ran.stderr) == (printed, "")
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_example_of_an_adapter_prints_what_is_said(backend: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", ADAPTER, flags=re.DOTALL)
+    program = example.replace("\nmain()\n", f"\nmain({backend!r})\n")
+    assert program != example
+    ran = subprocess.run([sys.executable, "-W", "error", "-"], input=program, capture_output=True, text=True, check=False)
+    assert (ran.stdout.splitlines(), ran.stderr) == (["from the pool: 0", "from the pool: 8"], "")
+    assert all(f"`{line}`" in ADAPTER for line in ran.stdout.splitlines())
 
 
 @pytest.mark.parametrize(("mark", "extra", "last"), [("demo", "demo", "akv demo"), ("tests", "test", "python -P -m pytest")])

@@ -37,8 +37,6 @@ _HOMES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 )
-#: The first release whose base classes have what this adapter stands on.
-OLDEST = "1.3"
 
 
 class Bases(NamedTuple):
@@ -66,10 +64,12 @@ def engine_bases() -> Bases:
         if hasattr(bases.worker, "register_kv_cache_layout"):
             return bases
         raise DependencyError(
-            f"the installed TensorRT-LLM does not describe its KV cache to connectors: akv supports {OLDEST} and later, with "
-            "kv_cache_config.use_kv_cache_manager_v2"
+            "the installed TensorRT-LLM does not describe its KV cache to connectors (register_kv_cache_layout): akv supports "
+            "the releases that do, with kv_cache_config.use_kv_cache_manager_v2. Upgrade it"
         )
-    raise DependencyError(f"TensorRT-LLM cannot be imported: akv supports {OLDEST} and later. Install it beside akv")
+    raise DependencyError(
+        f"TensorRT-LLM's connector interface cannot be imported, as {' or '.join(_HOMES)}: install it beside akv"
+    )
 
 
 def connector_classes(

@@ -101,7 +101,7 @@ class Serving:
         Cancellation: nothing is held.
         """
         held = self._held.get(asked.engine_id)
-        if held is not None and held.allocated:
+        if held is not None and (held.allocated or held.introduced):
             # One question per allocation: the earlier one has gone, though nobody said so.
             await self.reset(asked.engine_id)
         held = held or self._opened(asked)

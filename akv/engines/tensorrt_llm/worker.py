@@ -17,6 +17,7 @@ class WorkerHooks:
         super().__init__(llm_args)  # type: ignore[call-arg]  # the engine's base class takes it
         self.session: Session = self.sessions.join(llm_args, "worker")
         self._bound: PassMetadata | None = None
+        self._began = False
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Refused: the older cache manager tells neither layers nor groups, so its pages cannot be named (K4)."""
@@ -38,10 +39,14 @@ class WorkerHooks:
             raise EngineContractError(
                 f"metadata of version {metadata.version} met a worker of version {METADATA_VERSION}: install one akv for both"
             )
-        self._bound = metadata if isinstance(metadata, PassMetadata) else None
+        self._bound, self._began = metadata if isinstance(metadata, PassMetadata) else None, False
 
     def start_load_kv(self, stream: Any) -> None:
         """Begin the loads of reservations. The others began when their requests got pages."""
+        if self._began:
+            # A pass of which nothing was told: what is bound was of one that has been vetoed since.
+            self._bound = None
+        self._began = True
         session, bound = self.session, self._bound
         if bound is not None and bound.loads:
             session.stream.behind(stream)

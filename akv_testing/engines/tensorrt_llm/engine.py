@@ -124,8 +124,8 @@ class StandInEngine:
         metadata = self.scheduler.build_connector_meta(output)
         self.worker.bind_connector_meta(pickle.loads(pickle.dumps(metadata)))  # noqa: S301 - its own
         self._between_binding_and_loading()
-        self.worker.start_load_kv(None)
         self.transfers.dispatched(loads)
+        self.worker.start_load_kv(None)
         for request_id in self.transfers.failed_in_pass():
             failed = self._by_id(request_id)
             batch.remove(failed)

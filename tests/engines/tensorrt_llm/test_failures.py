@@ -126,6 +126,18 @@ def test_D8_a_preempted_request_goes_on_in_other_pages(serve: Serve, at: State, 
     assert other.left_behind() == []
 
 
+def test_D8_an_allocation_that_is_asked_for_anew_without_a_word_begins_anew(serve: Serve) -> None:
+    server = serve()
+    request = StandInRequest(1, prompt(200), max_new_tokens=5)
+    server.engine.submit(request)
+    server.engine.run_until(lambda: request.computed == 128)
+    held = server.session.serving._held[1]
+    before = held.request.incarnation
+    assert server.engine.scheduler.get_num_new_matched_tokens(request, 0)[1] in {True, False}
+    assert held.request.incarnation != before
+    assert (held.allocated, held.introduced) == (False, False)
+
+
 def test_L1_a_preempted_request_is_asked_for_with_all_that_it_generated(serve: Serve) -> None:
     """The last token too, though no pass has told it: the block before it can be loaded now."""
     server = serve()
@@ -143,11 +155,14 @@ def test_D8_a_request_that_is_reset_while_its_load_is_under_way_loads_again(serv
     """The runtime waits for the load; whoever does not has the pages back when the reset returns all the same."""
     server = warmed(serve, prompt(200))
     request = StandInRequest(1, prompt(200))
-    get = server.on_loop(server.runner.hold, CallKind.GET)
+    get = server.on_loop(server.runner.hold_all, CallKind.GET)
     server.engine.submit(request)
     server.engine.run_pass()
     server.engine._restart(request)
     server.engine.run_pass()
+    # The end of the first load, which nobody had fetched, is not the end of the second.
+    server.engine.run_pass()
+    assert request.state is State.PARKED
     server.on_loop(get.release)
     server.engine.run_until_done()
     assert server.engine.computed_tokens == {1: 8}

@@ -98,6 +98,23 @@ def test_S2_a_vetoed_pass_is_saved_by_the_one_that_runs(serve: Serve, store: Fak
     assert other.left_behind() == []
 
 
+def test_S1_a_pass_that_was_vetoed_is_not_saved_by_one_of_which_nothing_was_told(serve: Serve, store: FakeStore) -> None:
+    """The runtime binds nothing for a batch without requests, and leaves what was bound before."""
+    server = serve()
+    server.engine.submit(StandInRequest(1, prompt(100)))
+    server.engine.run_pass(veto=True)
+    server.engine.worker.start_load_kv(None)
+    server.engine.worker.wait_for_save(None)
+    server.on_loop(lambda: None)
+    assert store.keys() == []
+    server.engine.run_until_done()
+    assert server.left_behind() == []
+    other = serve()
+    other.engine.serve(StandInRequest(1, prompt(100)))
+    assert other.engine.answers == [(1, 96, 96)]
+    assert other.left_behind() == []
+
+
 def test_a_veto_does_not_stop_a_load_and_a_parked_request_is_in_no_batch(serve: Serve) -> None:
     warm(serve, prompt(200))
     server = serve()
@@ -179,7 +196,26 @@ def test_what_is_unknown_is_ignored(serve: Serve) -> None:
     assert server.engine.scheduler.request_finished(stranger, [3]) is False
     server.engine.worker.drop_bound_saves({98})
     assert server.engine.worker.get_finished([], []) == ([], [])
-    server.engine.serve(StandInRequest(1, prompt(70)))
+    request = StandInRequest(1, prompt(70))
+    server.engine.submit(request)
+    server.engine.run_pass()
+    server.engine.scheduler.cancel_load(request, 0, 32)  # late: there is nothing to give up
+    server.engine.run_until_done()
+    assert server.left_behind() == []
+
+
+def test_an_id_may_come_again_while_its_first_request_is_saved(serve: Serve, store: FakeStore) -> None:
+    server = serve()
+    put = server.on_loop(server.runner.hold, CallKind.PUT)
+    first = StandInRequest(1, prompt(70))
+    server.engine.submit(first)
+    server.engine.run_until(lambda: first.state is State.SAVING)
+    again = StandInRequest(1, prompt(100, seed=1))
+    assert server.engine.scheduler.get_num_new_matched_tokens(again, 0) == (0, False)
+    server.engine.scheduler.request_finished(again, [])
+    server.on_loop(put.release)
+    server.engine.run_until_done()
+    assert len(store.keys()) == 2
     assert server.left_behind() == []
 
 
