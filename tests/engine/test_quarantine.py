@@ -64,6 +64,7 @@ class GivesUp:
     """A connector as far as the engine sees it. Its load fails while a store call goes on writing the pages."""
 
     def __init__(self) -> None:
+        self.reads = True
         self.changed = anyio.Event()
         self.ended: list[object] = []
         #: Told once, in place of what ended.
