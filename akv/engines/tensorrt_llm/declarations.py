@@ -1,5 +1,8 @@
 """What the classes declare to the runtime, which reads it from the class before there is an instance."""
 
+import msgspec
+
+from akv.host import declared_reuse
 from akv.values.settings import Settings
 
 
@@ -13,9 +16,8 @@ def scheduler_declarations(settings: Settings, *, reserves: bool) -> dict[str, b
         "supports_speculative_prefill": True,
         # The runtime does not take both, so it is one pair of classes or the other.
         "reports_failed_loads": not reserves,
-        # An offer goes on behind a block (L1); what a role does not read needs no such match (P2).
-        "requires_block_aligned_reuse": reads,
-        "drops_reuse_match_backoff": reads and settings.local_reuse_backoff == "off",
+        # requires_block_aligned_reuse, drops_reuse_match_backoff (P2).
+        **msgspec.structs.asdict(declared_reuse(settings.local_reuse_backoff, reads=reads)),
         # A parked load ends within its deadline whatever the engine does, so nothing here waits for pages (D7).
         "requires_completion_reservation": False,
         # An offer holds nothing until it is taken up, so the runtime may ask before the batch is final (H3).
