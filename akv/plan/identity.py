@@ -50,7 +50,7 @@ class Hashing(HidesSecrets, frozen=True):
             self.tokens_per_block,
             lookahead=self.lookahead,
             media={} if in_seed else media_frames(media, self.tokens_per_block, self.lookahead),
-            fresh=hash_state(self.secret),
+            fresh=hash_state(self.secret) if self.secret else None,
         )
         chain.append(tokens)
         check_inside(media, chain.length)
