@@ -7,14 +7,9 @@ from typing import Any, NamedTuple
 from akv.values.scope import Lora, Media, Scope
 
 #: What a request may carry that changes its KV and is in no digest: such a request neither reads nor writes (K5).
-_UNDIGESTED = (
-    "multimodal_embedding",
-    "py_multimodal_data",
-    "prompt_embedding_table",
-    "encoder_tokens",
-    "input_token_extra_ids",
-    "lora_weights",
-)
+_UNDIGESTED = ("prompt_embedding_table", "encoder_tokens", "input_token_extra_ids", "lora_weights")
+#: What the digests of media name, where there are any.
+_OF_MEDIA = ("multimodal_embedding", "py_multimodal_data")
 #: How the versions say that a request only fills a batch or a graph.
 _DUMMY = ("is_dummy_request", "is_attention_dp_dummy", "is_cuda_graph_dummy", "is_dummy")
 
@@ -67,9 +62,12 @@ def _media(request: Any, task: Any) -> tuple[Media, ...] | None:
     hashes, positions, lengths = (
         getattr(request, f"multimodal_{name}", None) or () for name in ("hashes", "positions", "lengths")
     )
+    # Beside media, too: their digests say nothing of it.
+    beside = [name for name in _UNDIGESTED if name != "lora_weights" or task is None]
+    if any(getattr(request, name, None) is not None for name in (*beside, *(() if hashes else _OF_MEDIA))):
+        return None
     if not hashes:
-        beside = (name for name in _UNDIGESTED if name != "lora_weights" or task is None)
-        return None if positions or any(getattr(request, name, None) is not None for name in beside) else ()
+        return None if positions else ()
     if not len(hashes) == len(positions) == len(lengths) or any(len(numbers) != 8 for numbers in hashes):
         return None
     return tuple(

@@ -89,6 +89,15 @@ def test_K5_what_no_digest_names_leaves_a_request_alone(fields: dict[str, Any], 
     assert scope_of(SimpleNamespace(**fields)) == scope
 
 
+@pytest.mark.parametrize("beside", ["prompt_embedding_table", "encoder_tokens", "input_token_extra_ids", "lora_weights"])
+def test_K5_digests_of_media_name_nothing_that_stands_beside_them(beside: str) -> None:
+    media: dict[str, Any] = {"multimodal_hashes": [[1] * 8], "multimodal_positions": [3], "multimodal_lengths": [1]}
+    known = scope_of(SimpleNamespace(**media, multimodal_embedding=object(), py_multimodal_data={"image": object()}))
+    assert known.media is not None
+    assert len(known.media) == 1
+    assert scope_of(SimpleNamespace(**media, **{beside: object()})) == Scope(media=None)
+
+
 def test_K1_a_digest_is_eight_int32_each_big_endian() -> None:
     numbers = struct.unpack(">8i", bytes(range(200, 232)))
     assert digest(numbers) == bytes(range(200, 232))
