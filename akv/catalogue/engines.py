@@ -20,8 +20,8 @@ ENGINE_LOAD_REFUSED = _event(
     "akv.engine.load_refused",
     "warning",
     "request_id",
-    "An engine's blocks for an offer were not taken; the request is computed. Seen often, it is a fault of the adapter: "
-    "report it with the exception that the event carries.",
+    "An engine's local match, or its blocks for an offer, were not taken; the request is computed. Seen often, it is a fault "
+    "of the adapter: report it with the exception that the event carries.",
 )
 ENGINE_PASS_UNSAVED = _event(
     "akv.engine.pass_unsaved",

@@ -9,7 +9,7 @@ from akv import observe
 from akv.connector import Connector
 from akv.engines.vllm.identity import scope_of
 from akv.engines.vllm.tracked import Tracked
-from akv.errors import AkvError, ConnectorBroken, DeviceError, EngineContractError, PagesLost
+from akv.errors import DeviceError, EngineContractError, PagesLost, SettingsError, TokenError
 from akv.request import Request
 from akv.values.messages import LoadState, PassPlan
 from akv.values.offers import Offer
@@ -96,18 +96,19 @@ class LoopSide:
         except (DeviceError, EngineContractError) as error:
             observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
 
-    def finish(self, tracked: Tracked) -> bool:
-        """The request is complete. Returns whether its pages are free; else it is told when they are."""
-        tracked.ended = True
+    async def finish(self, tracked: Tracked) -> bool:
+        """The request is complete. Returns at once whether its pages are free; else it is told when they are."""
         request = tracked.request
-        if request is None:
-            return True
+        if request is None or tracked.ended:
+            return await self.cancel(tracked)
         try:
             if news := tracked.take():
                 request.append(news)
             request.finish()
-        except (DeviceError, EngineContractError) as error:
+        except (DeviceError, EngineContractError, TokenError) as error:
             observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
+            return await self.cancel(tracked)
+        tracked.ended = True
         return request.closed
 
     async def cancel(self, tracked: Tracked) -> bool:
@@ -123,16 +124,22 @@ class LoopSide:
         return request.closed
 
     def _opened(self, tracked: Tracked) -> Request:
-        """The request, opened where nothing has. Raises what opening one does; EngineContractError if it ended meanwhile."""
+        """The request, with all its tokens, opened where nothing has. Raises EngineContractError if it ended meanwhile, and
+        what opening it raises: then it is excluded, for what could not be named is missing from whatever comes behind it.
+        """
         if tracked.ended:
-            raise EngineContractError(f"request {tracked.id!r} ended before it was looked up")
+            raise EngineContractError(f"request {tracked.id!r} has ended, or was excluded")
         news = tracked.take()
-        if tracked.request is None:
-            tracked.request = self._kv.open_request(
-                tracked.id, news, scope_of(tracked.vllm), reads_cache=not tracked.local_only
-            )
-        elif news:
-            tracked.request.append(news)
+        try:
+            if tracked.request is None:
+                scope = scope_of(tracked.vllm)
+                tracked.request = self._kv.open_request(tracked.id, news, scope, reads_cache=not tracked.local_only)
+            elif news:
+                tracked.request.append(news)
+        except (TokenError, SettingsError, EngineContractError) as error:
+            observe.emit(observe.ENGINE_REQUEST_EXCLUDED, request_id=tracked.id, error=error)
+            tracked.ended = True
+            raise
         return tracked.request
 
     def _reserve(self, load: Loading) -> None:
@@ -145,10 +152,7 @@ class LoopSide:
     def _scheduled(self, part: Part) -> Scheduled | None:
         try:
             request = self._opened(part.tracked)
-        except ConnectorBroken:
-            raise
-        except AkvError as error:
-            self._exclude(part.tracked, error)
+        except (TokenError, SettingsError, EngineContractError):
             return None
         return Scheduled(
             request=request,
@@ -173,10 +177,3 @@ class LoopSide:
                     self._kv.drop_pass(plan)
                     good.append(part)
             return self._plan(good) if len(good) < len(scheduled) and good else None
-
-    @staticmethod
-    def _exclude(tracked: Tracked, error: AkvError) -> None:
-        """Nothing more of this request is asked of akv: its tokens or its scope cannot be named."""
-        if not tracked.ended:
-            observe.emit(observe.ENGINE_REQUEST_EXCLUDED, request_id=tracked.id, error=error)
-            tracked.ended = True

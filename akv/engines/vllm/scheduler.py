@@ -14,7 +14,7 @@ from akv.engines.vllm.identity import use_of
 from akv.engines.vllm.loop_side import REFUSED, Loading, Part, Step
 from akv.engines.vllm.session import Session
 from akv.engines.vllm.tracked import Tracked
-from akv.errors import AkvError
+from akv.errors import AkvError, EngineContractError
 from akv.units import NO_PAGE
 from akv.values.messages import PassPlan
 from akv.values.offers import Offer
@@ -185,8 +185,9 @@ class SchedulerRole:
         try:
             offer = asked.result()
         except AkvError as error:
-            # Its tokens or its scope cannot be named, or the connector broke: computed, like any request.
-            observe.emit(observe.ENGINE_REQUEST_EXCLUDED, request_id=tracked.id, error=error)
+            # It cannot be named, which was told, or the connector broke: computed, like any request.
+            if isinstance(error, EngineContractError) and not tracked.ended:
+                observe.emit(observe.ENGINE_LOAD_REFUSED, request_id=tracked.id, error=error)
             tracked.local_only, tracked.asked = True, None
             return None
         return offer

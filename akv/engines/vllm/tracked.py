@@ -54,7 +54,7 @@ class Tracked:
         self._news: deque[list[int]] = deque()
         #: akv's own; None until the loop has opened it.
         self.request: Request | None = None
-        #: It ended, maybe before it was opened.
+        #: Nothing more is asked of akv: it ended, maybe before it was opened, or cannot be named.
         self.ended = False
 
     @property
