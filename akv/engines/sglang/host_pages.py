@@ -91,10 +91,11 @@ class HostPages:
 
         Raises EngineContractError (fault of the caller) if they are not so many, or not of the pool's own shape.
         """
-        if len(indices) != count * self.tokens:
+        given = 0 if indices is None else len(indices)
+        if given != count * self.tokens:
             raise EngineContractError(
                 f"{count} pages of pool {self.name!r} have {count * self.tokens} indices, at {self.tokens} a page, and "
-                f"{len(indices)} were given"
+                f"{given} were given"
             )
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
         pieces = len(self.shape.pieces)

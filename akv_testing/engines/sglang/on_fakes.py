@@ -46,10 +46,11 @@ class FakeBackends:
         """Run a function on a backend's loop."""
         return self.made[number]._loop.call(function)
 
-    def hold(self, kind: CallKind) -> Callable[[], None]:
-        """Have the next call of the last backend hang. Returns what lets it go on, and waits until it returned."""
-        runner, number = self.runners[-1], len(self.made) - 1
-        gate = self.on_loop(lambda: runner.hold(kind))
+    def hold(self, kind: CallKind, number: int = -1) -> Callable[[], None]:
+        """Have a backend's next call of a kind hang. Returns what lets it go on, and waits until all of its calls returned."""
+        number %= len(self.made)
+        runner = self.runners[number]
+        gate = self.on_loop(lambda: runner.hold(kind), number)
 
         def go_on() -> None:
             self.on_loop(gate.release, number)

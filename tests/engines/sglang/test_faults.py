@@ -293,6 +293,8 @@ def test_a_caller_that_breaks_the_interface_is_told(backends: FakeBackends) -> N
     backend, pool = cache.ranks[0].backend, cache.ranks[0].pool
     with pytest.raises(EngineContractError, match="2 pages of pool 'kv' have 8 indices"):
         backend.batch_get_v1(["a", "b"], range(PAGE))
+    with pytest.raises(EngineContractError, match="2 pages of pool 'kv' have 8 indices, at 4 a page, and 0 were given"):
+        backend.batch_set_v1(["a", "b"], None)
     with pytest.raises(EngineContractError, match="'swa' was never registered"):
         backend.batch_get_v2([PoolTransfer(PoolName.SWA, host_indices=range(4), keys=["a"])])
     with pytest.raises(EngineContractError, match="flat pages"):
