@@ -1,7 +1,11 @@
 """What the adapter asks of SGLang's installation and configuration, and what it refuses."""
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +15,17 @@ from akv.engines.sglang.extra_config import is_v1, settings_of
 from akv.engines.sglang.host_pages import HostPages
 from akv.engines.sglang.interface import check_version
 from akv.errors import DependencyError, EngineContractError, SettingsError
-from akv_testing.engines.sglang import INTERFACE, HiCacheStorageConfig, HostPool, LatentHostPool
+from akv_testing.engines.sglang import (
+    INTERFACE,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HostPool,
+    LatentHostPool,
+    PoolName,
+    PoolTransferResult,
+)
+
+HOW_TO = (Path(__file__).parents[3] / "docs" / "how-to" / "sglang.md").read_text(encoding="utf-8")
 
 
 def config(extra: Any, **more: Any) -> HiCacheStorageConfig:
@@ -45,6 +59,39 @@ def test_without_sglang_the_module_imports_and_the_class_says_what_is_missing() 
 def test_importing_the_adapter_loads_no_torch_no_mooncake_and_no_engine() -> None:
     code = "import sys, akv.engines.sglang; print([m for m in ('torch', 'mooncake', 'sglang') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_class_that_sglang_asks_for_is_made_of_its_own_modules_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ModuleType("sglang.srt.mem_cache.hicache_storage")
+    vars(storage).update(HiCacheStorage=HiCacheStorage, PoolTransferResult=PoolTransferResult, PoolName=PoolName)
+    metrics = ModuleType("sglang.srt.observability.metrics_collector")
+    parents = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.observability")
+    for module in (*map(ModuleType, parents), storage, metrics):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("akv.engines.sglang.interface.metadata.version", lambda _: "0.5.23")
+    made = sglang.AkvHiCacheStorage
+    try:
+        assert issubclass(made, HiCacheStorage)
+        assert sglang.AkvHiCacheStorage is made
+        assert (made.interface.kv, made.interface.metrics) == (PoolName.KV, None)
+    finally:
+        del vars(sglang)["AkvHiCacheStorage"]
+
+
+def test_what_sglang_cannot_import_of_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("akv.engines.sglang.interface.metadata.version", lambda _: "0.5.23")
+    with pytest.raises(DependencyError, match="cannot be imported: No module named 'sglang'"):
+        sglang.AkvHiCacheStorage  # noqa: B018 - asking is what makes it
+
+
+def test_the_how_to_page_names_the_class_and_settings_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AKV_STORE__MASTER_ADDRESS", "127.0.0.1:50051")
+    (written,) = re.findall(r"--hicache-storage-backend-extra-config \\\s+'(.*?)'", HOW_TO, flags=re.DOTALL)
+    extra = json.loads(written)
+    assert extra["module_path"] == sglang.__name__
+    assert extra["class_name"] in sglang.__all__
+    assert is_v1(config(extra))
+    assert settings_of(config(extra)).model_key == "Qwen/Qwen3-8B"
 
 
 def test_the_class_is_of_the_engines_own_kind() -> None:
