@@ -114,6 +114,30 @@ def test_settings_stand_in_a_section_of_their_own_beside_sglangs() -> None:
     assert not is_v1(config(None))
 
 
+def test_the_fields_of_sglangs_own_mooncake_backend_say_the_same_to_akv() -> None:
+    fields = {
+        "master_server_address": "10.0.0.1:50051",
+        "local_hostname": "10.0.0.5",
+        "protocol": "rdma",
+        "device_name": '{"0": "mlx5_0", "1": "mlx5_1"}',
+        "metadata_server": "http://10.0.0.1:8080/metadata",
+        "global_segment_size": "4gb",
+        "check_server": False,
+        "akv": {"model_key": "m"},
+    }
+    store = settings_of(config(fields, tp_rank=1, tp_size=2)).store
+    assert (store.master_address, store.local_hostname, store.protocol) == ("10.0.0.1:50051", "10.0.0.5", "rdma")
+    assert (store.device_name, store.metadata_server) == ("mlx5_1", "http://10.0.0.1:8080/metadata")
+    # That backend divides its figure by the ranks.
+    assert store.segment_bytes == 2 << 30
+    own = {**fields, "device_name": "mlx5_7", "akv": {"model_key": "m", "store": {"segment_bytes": 0}}}
+    with pytest.raises(SettingsError, match="given twice"):
+        settings_of(config(own))
+    del own["global_segment_size"]
+    assert settings_of(config(own)).store.segment_bytes == 0
+    assert settings_of(config(own)).store.device_name == "mlx5_7"
+
+
 def test_what_the_section_leaves_out_comes_from_akvs_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AKV_MODEL_KEY", "from-the-environment")
     assert settings_of(config({"akv": {"pool": "embedded"}})).model_key == "from-the-environment"
