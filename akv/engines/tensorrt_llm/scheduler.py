@@ -91,7 +91,7 @@ class SchedulerHooks:
         if not is_served(request):
             return False
         session = self.session
-        return session.bridge.call(session.serving.finished, int(request.request_id), request.get_tokens(0), tables)
+        return session.bridge.call(session.serving.finished, int(request.request_id), tables)
 
     def request_reset(self, request: Any) -> None:
         """Its allocation has gone and it will begin again. Returns when no copy touches its pages."""

@@ -244,12 +244,11 @@ class Serving:
         for engine_id in engine_ids:
             await self.reset(engine_id)
 
-    async def finished(self, engine_id: int, tokens: Sequence[int], tables: Tables) -> bool:
+    async def finished(self, engine_id: int, tables: Tables) -> bool:
         """The request has ended. Returns whether its pages are still read; `Ends` tells when no more."""
         held = self._held.pop(engine_id, None)
         if held is None:
             return False
-        held.catch_up(tokens)
         if self.windows and held.introduced and any(tables) and self._open is None:
             await self._tell_last_pages(held, tables)
         request = held.request

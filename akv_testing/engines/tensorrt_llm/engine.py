@@ -269,11 +269,12 @@ class StandInEngine:
             before, end, size = request.computed, self._end(request), self.cache.tokens_per_block
             for group, table in enumerate(request.pages):
                 for block in (block for blocks in self.cache.kept(group, before) for block in blocks):
-                    right = request.written.get((group, block)) or self._right(request, block, group)
-                    if self.cache.read(group, table[block]) != right:
+                    if (group, block) not in request.right:
+                        request.right[group, block] = self._right(request, block, group)
+                    if self.cache.read(group, table[block]) != request.right[group, block]:
                         self.wrong.append((request.request_id, group, block))
                 for block in range(before // size, -(-end // size)):
-                    content = request.written[group, block] = self._right(request, block, group, end)
+                    content = request.right[group, block] = self._right(request, block, group, end)
                     self.cache.write(group, table[block], content)
             request.computed = end
             done = self.computed_tokens.setdefault(request.request_id, 0)

@@ -43,8 +43,9 @@ class StandInRequest:
     #: Tokens that have KV.
     computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
-    #: What it wrote itself, by group and block: beside a drafter that depends on the tokens that were there by then.
-    written: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    #: What its pages have to hold, by group and block: of those that it wrote itself what it wrote, which beside a drafter
+    #: depends on the tokens that were there by then.
+    right: dict[tuple[int, int], bytes] = field(default_factory=dict)
     #: Whether it has pages for its first chunk, and the connector was told so.
     allocated: bool = False
     #: Tokens and pages that the connector was told; None before its first pass.
@@ -86,5 +87,5 @@ class StandInRequest:
     def forget_allocation(self) -> None:
         """Its pages have gone: it will be computed from the start."""
         self.state = State.WAITING
-        self.computed, self.pages, self.told, self.written = 0, [], None, {}
+        self.computed, self.pages, self.told, self.right = 0, [], None, {}
         self.allocated, self.was_asked, self.offered, self.py_num_connector_matched_tokens = False, False, 0, 0

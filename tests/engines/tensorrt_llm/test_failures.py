@@ -126,6 +126,18 @@ def test_D8_a_preempted_request_goes_on_in_other_pages(serve: Serve, at: State, 
     assert other.left_behind() == []
 
 
+def test_D8_a_load_that_a_reset_took_back_has_ended(serve: Serve) -> None:
+    """It was announced: who waits for it would wait for ever."""
+    server = warmed(serve, prompt(200))
+    get = server.on_loop(server.runner.hold, CallKind.GET)
+    request = StandInRequest(1, prompt(200))
+    server.engine.submit(request)
+    server.engine.run_pass()
+    server.engine.scheduler.request_reset(request)
+    assert server.until(lambda: server.engine.worker.get_finished([], [])[1]) == [1]
+    server.on_loop(get.release)
+
+
 def test_D8_an_allocation_that_is_asked_for_anew_without_a_word_begins_anew(serve: Serve) -> None:
     server = serve()
     request = StandInRequest(1, prompt(200), max_new_tokens=5)
