@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from akv.engines.tensorrt_llm.serving import part_of
 from akv.ports.calls import CallKind
 from akv.values.messages import PassPlan
+from akv.values.offers import LookupOutcome, Offer
 from akv.values.requests import Scheduled
 from akv_testing import FakeStore
 from akv_testing.engines.tensorrt_llm import TOKENS_PER_BLOCK as T
@@ -218,6 +220,37 @@ def test_only_announced_ids_are_named(serve: Serve) -> None:
     server.engine.run_until_done()
     assert server.engine.worker.get_finished([], []) == ([], [])
     assert server.left_behind() == []
+
+
+def test_a_load_that_was_not_announced_is_not_named(serve: Serve) -> None:
+    warm(serve, prompt(200))
+    server = serve()
+    scheduler, worker, request = server.engine.scheduler, server.engine.worker, StandInRequest(1, prompt(200))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (192, True)
+    request.py_num_connector_matched_tokens = 192
+    scheduler.update_state_after_alloc(request, [0, 1, 2, 3, 4, 5, 6])
+    server.until(lambda: server.session.ends._loads)
+    assert worker.get_finished([], []) == ([], [])
+    assert worker.get_finished([], [1]) == ([], [1])
+
+
+@pytest.mark.parametrize(
+    ("begin", "upto", "tokens", "ends"),
+    [(64, 192, 128, (32, 96, 128)), (96, 192, 96, (64, 96)), (64, 191, 96, (32, 96)), (160, 190, 0, ()), (70, 192, 0, ())],
+)
+def test_W8_a_part_of_an_offer_has_the_ends_that_lie_in_it(begin: int, upto: int, tokens: int, ends: tuple[int, ...]) -> None:
+    offer = Offer(
+        request_id="1",
+        incarnation=1,
+        local_tokens=64,
+        tokens=128,
+        outcome=LookupOutcome.FULL,
+        tokens_per_block=32,
+        ends=(32, 96, 128),
+    )
+    part = part_of(offer, begin, upto)
+    assert (part.tokens, part.ends) == (tokens, ends)
+    assert part.local_tokens == (64 if begin == 70 else begin)
 
 
 def test_an_end_counts_once_every_rank_has_told_it(serve: Serve) -> None:
