@@ -8,6 +8,8 @@ import pytest
 from akv.errors import ConnectorBroken, EngineContractError, LoadFailed
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
+from akv.values.messages import PassPlan
+from akv.values.requests import Scheduled
 from akv_testing import FakeStore
 from akv_testing.engines.tensorrt_llm import StandInEngine, StandInRequest, StandInServer, State
 
@@ -115,10 +117,20 @@ def test_D8_a_preempted_request_goes_on_in_other_pages(serve: Serve, at: State, 
     else:
         server.engine.preempt_by_finishing(request, tells_anew=way == "finished")
     taken = [server.cache.take(0) for _ in range(3)]  # so that its new pages are others
+    kv = server.session.serving.kv
+    plan, planned = kv.plan_pass, [False]
+
+    def noted(parts: list[Scheduled]) -> PassPlan:
+        planned.append(True)
+        return plan(parts)
+
+    kv.plan_pass = noted  # type: ignore[method-assign,assignment]
     server.engine.run_until_done()
     for page in taken:
         server.cache.give_back(0, page)
     assert server.left_behind() == []
+    # Pages that are counted from where nobody knows are not looked at.
+    assert any(planned) is (way != "finished_as_cached")
     # What is in the pool is right, whichever of its lives saved it.
     other = serve()
     other.engine.serve(StandInRequest(1, request.get_tokens(0)))
