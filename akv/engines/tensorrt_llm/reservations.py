@@ -68,9 +68,7 @@ class Reservations:
 
     def confirm(self, loads: Iterable[Confirmed]) -> None:
         """The engine has pages for these. Until they are dispatched they can be released as before."""
-        for load in loads:
-            if load.reservation_id in self._reserved:
-                self._confirmed[load.reservation_id] = load
+        self._confirmed.update((load.reservation_id, load) for load in loads)
 
     def dispatch(self, reservation_ids: Iterable[int]) -> None:
         """Begin the loads of what is confirmed and was not released meanwhile. Raises EngineContractError."""

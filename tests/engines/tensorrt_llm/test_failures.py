@@ -61,7 +61,10 @@ def test_a_failed_load_is_named_as_ended_first_and_as_failed_once(serve: Serve) 
     assert worker.take_failed_load_requests() == set()
 
 
-def test_D3_an_engine_that_builds_on_what_never_arrived_is_refused(serve: Serve) -> None:
+@pytest.mark.parametrize("veto", [False, True])
+def test_D3_an_engine_that_builds_on_what_never_arrived_is_refused(serve: Serve, veto: bool) -> None:
+    """In the next hook that waits, and no later than the next pass."""
+
     class Careless(StandInEngine):
         def _settle_transfers(self) -> None:
             saved, loaded, _ = self.transfers.settle()
@@ -73,8 +76,10 @@ def test_D3_an_engine_that_builds_on_what_never_arrived_is_refused(serve: Serve)
     server = serve(engine=Careless)
     server.pool.answer("get", KeyState.MISSING)
     server.engine.submit(StandInRequest(1, prompt(200)))
+    server.engine.run_until(lambda: server.engine.requests[0].state is State.CONTEXT)
     with pytest.raises(EngineContractError, match="its load did not deliver"):
-        server.engine.run_until_done()
+        server.engine.run_pass(veto=veto)
+        server.engine.run_pass(veto=veto)
 
 
 def test_drop_bound_saves_takes_requests_out_of_the_bound_pass(serve: Serve, store: FakeStore) -> None:

@@ -131,6 +131,7 @@ def test_D9_an_offer_that_is_taken_up_with_nothing_ends_at_once(serve: Serve) ->
     request.py_num_connector_matched_tokens = 0
     scheduler.update_state_after_alloc(request, [0, 1, 2, 3, 4, 5, 6])
     assert server.until(lambda: server.engine.worker.get_finished([], [1])[1]) == [1]
+    assert server.pool.bytes_moved["get"] == 0
     assert scheduler.request_finished(request, []) is False
 
 

@@ -110,6 +110,32 @@ def test_a_bound_load_can_be_withdrawn_until_it_is_dispatched(serve: Serve) -> N
     assert server.pool.bytes_moved["get"] == 0
 
 
+def test_a_reservation_that_was_released_or_lost_its_allocation_is_not_loaded(serve: Serve) -> None:
+    server = warmed(serve, prompt(200))
+    scheduler, worker = server.engine.scheduler, server.engine.worker
+    request = StandInRequest(1, prompt(200))
+    scheduler.reserve_prefix(request, 0, 7)
+    scheduler.release_prefix_reservation(request, 7, 0, 192)
+    worker.bind_connector_meta(scheduler.build_connector_meta(confirmed(server, request, 7, 0, 192)))
+    worker.start_load_kv(None)
+    scheduler.reserve_prefix(request, 0, 8)
+    worker.bind_connector_meta(scheduler.build_connector_meta(confirmed(server, request, 8, 0, 192)))
+    scheduler.request_reset(request)
+    worker.start_load_kv(None)
+    assert worker.get_finished_prefix_loads() == []
+    assert server.pool.bytes_moved["get"] == 0
+
+
+def test_a_load_is_dispatched_once(serve: Serve) -> None:
+    server = warmed(serve, prompt(200))
+    scheduler, request = server.engine.scheduler, StandInRequest(1, prompt(200))
+    scheduler.reserve_prefix(request, 0, 7)
+    scheduler.build_connector_meta(confirmed(server, request, 7, 0, 192))
+    for _ in range(2):
+        server.on_loop(server.session.reservations.dispatch, [7])
+    assert server.until(server.engine.worker.get_finished_prefix_loads) == [7]
+
+
 def test_unknown_and_late_ids_are_ignored(serve: Serve) -> None:
     server = warmed(serve, prompt(200))
     scheduler, worker, request = server.engine.scheduler, server.engine.worker, StandInRequest(1, prompt(200))

@@ -157,6 +157,8 @@ def test_halves_that_are_made_at_the_same_time_find_each_other() -> None:
     for worker, scheduler in servers:
         assert worker.session is scheduler.session
     assert servers[0][0].session is not servers[1][0].session
+    alone, stranger = classes.worker(llm_args()), classes.scheduler(llm_args())
+    assert alone.session is not stranger.session
     again = classes.scheduler(servers[0][0].session.llm_args)
     assert again.session is not servers[0][0].session
     again.shutdown()
