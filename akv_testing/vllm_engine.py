@@ -180,6 +180,7 @@ class VllmEngine:
 
     def execute(self, order: StepOrder, scheduled: dict[str, int]) -> tuple[Results, dict[str, int]]:
         """The model runner's part. Returns what ended, and what was sampled."""
+        self._overwrite()
         sampled = {}
         for request_id, tokens in scheduled.items():
             request, known = self.requests[request_id], self._tokens[request_id]
@@ -276,6 +277,14 @@ class VllmEngine:
                 self.pool.release([blocks[index]])
                 blocks[index] = 0
         return behind
+
+    def _overwrite(self) -> None:
+        """What was given back may be written by whoever comes next, into any layer: here it is at once."""
+        released, self.pool.released = [number for number in self.pool.released if not self.pool.blocks[number].ref_cnt], []
+        if released and self.session.serving is not None:
+            groups = range(len(self.server.layout.groups))
+            writes = [(group, block, 0xAA) for group in groups for block in set(released)]
+            self.call(lambda: self.server.device.kernel(writes=writes))
 
     def _forward(self, request: VllmRequest, tokens: int) -> None:
         """Write the whole blocks that end in this pass. A partial one is written when it is whole."""

@@ -58,6 +58,8 @@ class BlockPool:
     def __init__(self, count: int) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(count)]
         self.blocks[0].ref_cnt = 1
+        #: Those that somebody has given back since they were looked at.
+        self.released: list[int] = []
 
     @property
     def free(self) -> list[int]:
@@ -74,6 +76,7 @@ class BlockPool:
         for number in ids:
             if number:
                 self.blocks[number].ref_cnt -= 1
+                self.released.append(number)
 
 
 class Blocks:

@@ -81,7 +81,7 @@ class WorkerRole:
         self._session.counts.add("stored_blocks", ended.stored_blocks)
         self._session.counts.add("refused_blocks", ended.refused_blocks)
         # An incarnation that was preempted ends, too, and its request goes on.
-        if tracked is not None and tracked.ended and tracked.request is not None and tracked.request.closed:
+        if tracked is not None and tracked.request is not None and tracked.request.closed:
             self._over(tracked, results)
 
     def _lost(self, tracked: Tracked | None, pages: Sequence[Sequence[int]], results: Results) -> None:

@@ -22,5 +22,7 @@ def make() -> Iterator[Callable[..., VllmEngine]]:
 
     yield one
     for engine in engines:
+        serving = engine.session.serving
+        assert engine.left_behind or serving is None or not serving.bridge.broken
         engine.close()
         assert engine.left_behind or list(engine.server.pool.registered) == []
