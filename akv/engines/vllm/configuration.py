@@ -94,7 +94,9 @@ def _check_parallel(parallel: Any) -> None:
     backend = parallel.distributed_executor_backend
     if backend not in (None, "uni"):
         why = "the worker would live in another process than the scheduler"
-        raise SettingsError("distributed_executor_backend", backend, why, "Leave it out, or use 'uni'.")
+        # On a CPU vLLM overrules whatever was asked for, unless that variable is set.
+        fix = "Leave it out, or use 'uni'; on a CPU, set VLLM_ENABLE_V1_MULTIPROCESSING=0 as well."
+        raise SettingsError("distributed_executor_backend", backend, why, fix)
 
 
 def _settings(vllm_config: Any, extra: dict[str, Any]) -> Settings:

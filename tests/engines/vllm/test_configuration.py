@@ -105,6 +105,11 @@ def test_W9_P1_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], 
     assert refused(**fields) == field
 
 
+def test_W9_a_worker_in_another_process_is_refused_with_what_helps_on_a_cpu() -> None:
+    with pytest.raises(SettingsError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        settings(parallel_config={"distributed_executor_backend": "mp"})
+
+
 def test_W9_blocks_in_two_places_are_refused_by_name() -> None:
     cache = cache_config(group(full_spec(), ["model.layers.0.attn"]))
     cache.hisparse_host_num_blocks = 4
