@@ -42,6 +42,9 @@ def add_vllm(bench: typer.Typer) -> None:
         connector: Annotated[list[VllmConnector] | None, typer.Option(help="With this one; again for more. Else all.")] = None,
         rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 9,
         tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 1,
+        elsewhere: Annotated[
+            bool, typer.Option(help="Have another process lend the pool its memory, and not the server.")
+        ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     ) -> None:
         """Measure a real vLLM, installed beside akv: without a connector, with its own for Mooncake stores, and with akv's.
@@ -53,7 +56,7 @@ def add_vllm(bench: typer.Typer) -> None:
         from akv.cli.bench.vllm.run import bench_vllm  # noqa: PLC0415 - loads the pool
 
         names = [each.value for each in connector or VllmConnector]
-        figures = anyio.run(partial(bench_vllm, model.value, names, rounds, tokens))
+        figures = anyio.run(partial(bench_vllm, model.value, names, rounds, tokens, pages_elsewhere=elsewhere))
         if as_json:
             sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
         else:
@@ -62,10 +65,11 @@ def add_vllm(bench: typer.Typer) -> None:
 
 
 def _show(figures: VllmFigures) -> None:
+    place = "pages elsewhere, " if figures.pages_elsewhere else ""
     table = Table(
         *("connector", "cold", "local hit", "hit from the pool", f"{figures.at_once} at once"),
         *("pool beyond local", "cold beyond none"),
-        title=f"{figures.vllm}, {figures.model}, {figures.prompt_tokens:,} tokens: medians of {figures.rounds}, in ms",
+        title=f"{figures.vllm}, {figures.model}, {figures.prompt_tokens:,} tokens, {place}medians of {figures.rounds} in ms",
     )
     for each in figures.connectors:
         medians = (each.cold, each.local_hit, each.pool_hit, each.at_once)

@@ -42,6 +42,8 @@ class VllmFigures(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt_tokens: int
     answer_tokens: int
+    #: Whether the memory of the pools is another process's.
+    pages_elsewhere: bool
     rounds: int
     at_once: int
     connectors: tuple[ConnectorFigures, ...]

@@ -1,13 +1,13 @@
 """`akv bench vllm` from beginning to end.
 
-A master on loopback, and a server process for each connector, all there all the time. They are asked in turn, each what the
-others were asked, in another order each round; so what the machine does besides meets all of them. A request that was not
-served from where it should be ends the run: its time would say nothing.
+For each connector a server process and a pool of its own, all there all the time: in one pool the pages of each would lie with
+all. They are asked in turn, each what the others were asked, in another order each round; so what the machine does besides
+meets all of them. A request that was not served from where it should be ends the run: its time would say nothing.
 """
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from statistics import median
 
 from anyio import to_thread
 
+from akv.cli.bench.faults.victims import open_lender
 from akv.cli.bench.vllm.figures import ConnectorFigures, VllmFigures, missed, times
 from akv.errors import PoolError
 from akv.pool.embedded import open_embedded_master
@@ -27,7 +28,7 @@ from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, NO_CONNECTOR, Answer,
 PROMPT_TOKENS = 1921
 TOKENS_PER_BLOCK = 32
 AT_ONCE = 12
-#: Bytes that each server lends to the pool: what all rounds store, many times over.
+#: Bytes of each pool's memory: what all rounds store, many times over.
 SEGMENT_BYTES = 1024**3
 #: Rounds before those that count: memory that is touched for the first time costs as much as the rest.
 _WARM_UP = 2
@@ -35,19 +36,31 @@ _WARM_UP = 2
 _COLD, _LOCAL, _POOL, _AT_ONCE = "cold", "local_hit", "pool_hit", "at_once"
 
 
-async def bench_vllm(model: str, connectors: Sequence[str], rounds: int, answer_tokens: int) -> VllmFigures:
-    """Measure. Raises DependencyError or PoolError if there is nothing to measure, ServerFailed if a server fails.
+async def bench_vllm(
+    model: str, connectors: Sequence[str], rounds: int, answer_tokens: int, *, pages_elsewhere: bool
+) -> VllmFigures:
+    """Measure. `pages_elsewhere`: another process lends each pool its memory, as others hold most of a large pool's; else the
+    server lends it.
+
+    Raises DependencyError or PoolError if there is nothing to measure, ServerFailed if a server fails.
 
     **Cancellation:** waits for the round under way; every process that was started has ended when this returns.
     """
-    async with open_embedded_master() as address:
-        measured = await to_thread.run_sync(partial(_measure, address, model, connectors, rounds, answer_tokens))
+    async with AsyncExitStack() as stack:
+        pools = []
+        for connector in connectors:
+            address = await stack.enter_async_context(open_embedded_master())
+            if pages_elsewhere:
+                await stack.enter_async_context(open_lender(address, SEGMENT_BYTES))
+            pools.append((connector, mooncake_file(address, 0 if pages_elsewhere else SEGMENT_BYTES)))
+        measured = await to_thread.run_sync(partial(_measure, pools, model, rounds, answer_tokens))
     none, theirs, ours = (measured.get(connector) for connector in (NO_CONNECTOR, MOONCAKE_STORE, AKV))
     return VllmFigures(
         vllm=_version(),
         model=model,
         prompt_tokens=PROMPT_TOKENS,
         answer_tokens=answer_tokens,
+        pages_elsewhere=pages_elsewhere,
         rounds=rounds,
         at_once=AT_ONCE,
         connectors=tuple(measured.values()),
@@ -56,17 +69,16 @@ async def bench_vllm(model: str, connectors: Sequence[str], rounds: int, answer_
 
 
 def _measure(
-    address: str, model: str, connectors: Sequence[str], rounds: int, answer_tokens: int
+    pools: Sequence[tuple[str, Mapping[str, object]]], model: str, rounds: int, answer_tokens: int
 ) -> dict[str, ConnectorFigures]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="akv-bench-")))
         nursery = stack.enter_context(open_nursery(folder))
         guests = []
-        for connector in connectors:
+        for connector, pool in pools:
             extra = {"model_key": model} if connector == AKV else {}
             options = Options(model=str(write_model(model, folder)), connector=connector, extra=extra)
-            server = nursery.server(options, mooncake_file(address, SEGMENT_BYTES))
-            guests.append(Guest(connector, stack.enter_context(server), answer_tokens))
+            guests.append(Guest(connector, stack.enter_context(nursery.server(options, pool)), answer_tokens))
         for guest in guests:
             guest.store_the_many()
         for number in range(_WARM_UP + rounds):
