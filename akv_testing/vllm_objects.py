@@ -163,7 +163,7 @@ def vllm_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
             "decode_context_parallel_size": 1,
             "distributed_executor_backend": "uni",
         },
-        "cache_config": {"cache_dtype": "auto"},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "kv_transfer_config": {
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"pool": "embedded"} if extra is None else extra,
@@ -175,6 +175,7 @@ def vllm_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
             "revision": "0123abcd",
             "quantization": None,
             "dtype": "torch.bfloat16",
+            "multimodal_config": None,
             "hf_text_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 10000.0, "_name_or_path": "x"}),
         },
         "compilation_config": {"static_forward_context": {}},

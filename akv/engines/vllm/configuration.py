@@ -19,6 +19,18 @@ _ROLES = {"kv_both": "both", "kv_producer": "producer", "kv_consumer": "consumer
 #: Drafters without KV of their own, as vLLM calls them. Others write KV that depends on tokens behind it, into pages whose
 #: place in the cache nobody has tested akv with.
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+#: Of a model's configuration, what says nothing about its KV.
+_WITHOUT_EFFECT = ("transformers_version", "torch_dtype", "dtype", "use_cache")
+#: What a server's arguments say about media before a request's own do. vLLM's hashes of media know the latter alone.
+_GIVEN_MEDIA = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_encoder_attn_dtype",
+)
+#: Two spellings of one kind.
+_SPELT = {"fp8": "fp8_e4m3"}
 
 
 class Configuration(NamedTuple):
@@ -41,6 +53,7 @@ def configuration_of(vllm_config: Any, kv_cache_config: Any) -> Configuration:
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise SettingsError("hisparse", "on", "its blocks lie in two places", "Serve this model without akv.")
     check_groups(kv_cache_config.kv_cache_groups)
+    _check_media(vllm_config)
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     grace_ms = extra.pop(GRACE, DEFAULT_GRACE_MS)
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float) or not 0 <= grace_ms <= 1000:
@@ -67,18 +80,44 @@ def traits_of(vllm_config: Any) -> dict[str, str]:
         backend = getattr(layer, "attn_backend", None)
         if backend is not None:
             # A CPU's backend packs keys for the instructions that it found there.
-            traits[name] = f"{common};backend={backend.get_name()}{getattr(layer, 'isa', None) or ''}"
+            traits[name] = f"{common};backend={backend.get_name()}{getattr(layer, 'isa', None) or ''}{_eight_bits(layer)}"
     return traits
 
 
+def _eight_bits(layer: Any) -> str:
+    """Which eight bits: vLLM's spec of a cache says the same for both."""
+    kind = str(getattr(layer, "kv_cache_dtype", ""))
+    return f";bits={_SPELT.get(kind, kind)}" if kind.startswith("fp8") else ""
+
+
 def _digest(model: Any) -> str:
-    """What is configured over a model's name: rope scaling, say, changes keys."""
-    fields = {name: value for name, value in model.hf_text_config.to_dict().items() if not name.startswith("_")}
-    for name in ("transformers_version", "torch_dtype", "dtype", "use_cache"):
-        fields.pop(name, None)
+    """What is configured over a model's name: rope scaling, say, changes keys, and how media are prepared what they become."""
+    fields: Any = _named(model.hf_text_config.to_dict())
+    media = getattr(model, "multimodal_config", None)
+    if media is not None:
+        given = {name: getattr(media, name, None) for name in _GIVEN_MEDIA}
+        fields = {"text": fields, "whole": _named(model.hf_config.to_dict()), "media": given}
     # What has no spelling that is the same in every process is left out: else nothing would ever be found again.
     spelt = json.dumps(fields, sort_keys=True, default=lambda _: None)
     return blake2b(spelt.encode(), digest_size=8).hexdigest()
+
+
+def _named(fields: Any) -> Any:
+    """A part of a model's configuration without what does not change its KV."""
+    if not isinstance(fields, dict):
+        return fields
+    return {
+        name: _named(value) for name, value in fields.items() if not str(name).startswith("_") and name not in _WITHOUT_EFFECT
+    }
+
+
+def _check_media(vllm_config: Any) -> None:
+    """Refuse a server that does not hash what its pictures show."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    if media is None or media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching:
+        return
+    why = "without it and without prefix caching vLLM numbers pictures from 1 instead of hashing them, so that any two are one"
+    raise SettingsError("mm_processor_cache_gb", 0, why, "Leave either of them on.")
 
 
 def _check_parallel(parallel: Any) -> None:

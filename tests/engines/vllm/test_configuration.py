@@ -148,6 +148,44 @@ def test_K4_what_is_configured_over_a_models_name_is_part_of_its_blocks() -> Non
     assert traits(quantization="fp8") != plain
 
 
+def test_K4_two_kinds_of_eight_bits_share_nothing() -> None:
+    def traits(kind: str) -> dict[str, str]:
+        layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), kv_cache_dtype=kind)
+        return traits_of(vllm_config(compilation_config={"static_forward_context": {"a": layer}}))
+
+    assert traits("fp8_e5m2") != traits("fp8_e4m3")
+    assert traits("fp8") == traits("fp8_e4m3")
+    assert traits("auto") == traits("bfloat16")
+
+
+def media(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**({"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "media_io_kwargs": {}} | fields))
+
+
+def test_K4_how_a_server_is_given_media_is_part_of_its_blocks() -> None:
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    static = {"static_forward_context": {"a": layer}}
+
+    def traits(patch: int = 14, **fields: Any) -> dict[str, str]:
+        whole = {"vision_config": {"patch": patch, "transformers_version": "5"}, "_name_or_path": "x"}
+        model = {"multimodal_config": media(**fields), "hf_config": SimpleNamespace(to_dict=lambda: whole)}
+        return traits_of(vllm_config(compilation_config=static, model_config=model))
+
+    assert traits() == traits()
+    assert traits(patch=16) != traits()
+    assert traits(mm_processor_kwargs={"num_crops": 4}) != traits()
+    assert traits(media_io_kwargs={"video": {"num_frames": 8}}) != traits()
+
+
+def test_K1_K5_a_server_that_numbers_pictures_instead_of_hashing_them_is_refused() -> None:
+    numbered = {"model_config": {"multimodal_config": media(mm_processor_cache_gb=0)}}
+    assert refused(**numbered, cache_config={"enable_prefix_caching": False}) == "mm_processor_cache_gb"
+    assert settings(**numbered).model_key
+    hashed = {"model_config": {"multimodal_config": media()}}
+    assert settings(**hashed, cache_config={"enable_prefix_caching": False}).model_key
+    assert settings(cache_config={"enable_prefix_caching": False}).model_key
+
+
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "nonsense"])
 def test_a_version_that_nobody_tried_is_refused_with_the_range(version: str) -> None:
     with pytest.raises(DependencyError, match=r"vLLM .* >=0\.32,<0\.33"):
