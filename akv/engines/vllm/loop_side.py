@@ -72,7 +72,7 @@ class LoopSide:
     async def preempt(self, preempted: Sequence[Tracked]) -> None:
         """The engine took the blocks of these requests away: return when nothing reads them."""
         for tracked in preempted:
-            if tracked.request is not None and not tracked.ended:
+            if tracked.request is not None:
                 await tracked.request.preempted()
 
     def step(self, step: Step) -> PassPlan | None:

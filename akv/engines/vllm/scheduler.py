@@ -71,10 +71,7 @@ class SchedulerRole:
         most = (request.num_tokens - 1) // self._tokens_per_block * self._tokens_per_block
         if local_tokens >= most:
             return NOTHING
-        if tracked.preemptions != request.num_preemptions:
-            # Preempted between two steps, with all others, for a reset of the local cache; and at once it begins anew.
-            self._note_preemption(tracked)
-            session.ask(session.serving.loop.preempt, [tracked], otherwise=None)
+        self._look_for_preemption(tracked)
         if tracked.asked is None or tracked.asked_for != local_tokens:
             self._look_up(tracked, local_tokens)
         offer = self._answer(tracked)
@@ -135,6 +132,7 @@ class SchedulerRole:
         session, tracked = self._session, self._session.requests.get(request.request_id)
         if tracked is None:
             return False
+        self._look_for_preemption(tracked)
         if tracked.asked is not None:
             tracked.asked.cancel()
         serving = session.serving
@@ -145,6 +143,8 @@ class SchedulerRole:
         else:
             tracked.send()
             free = session.ask(serving.loop.finish, tracked, otherwise=True)
+        # Where the connector broke over this: before vLLM gives them on.
+        self._keep_lost_blocks()
         if tracked.receiving:
             # vLLM keeps the blocks until it reads that the load ended, and forgets the request then.
             return False
@@ -153,6 +153,15 @@ class SchedulerRole:
             return False
         tracked.held = True
         return True
+
+    def _look_for_preemption(self, tracked: Tracked) -> None:
+        """A reset of the local cache preempts all that run, between two steps; and before the next step says so they begin
+        anew, or end. Their blocks are free by now: returns when nothing reads them.
+        """
+        serving = self._session.serving
+        if serving is not None and tracked.preemptions != tracked.vllm.num_preemptions:
+            self._note_preemption(tracked)
+            self._session.ask(serving.loop.preempt, [tracked], otherwise=None)
 
     @staticmethod
     def _note_preemption(tracked: Tracked) -> None:

@@ -17,7 +17,7 @@ from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.loop_side import LoopSide
 from akv.engines.vllm.stats import Counts
 from akv.engines.vllm.tracked import Tracked
-from akv.errors import ConnectorBroken, NotOpenError, PagesLost
+from akv.errors import ConnectorBroken, NotOpenError, PagesLost, SettingsError
 from akv.ports import Ports
 from akv.values.messages import PagesPerGroup
 from akv.values.requests import Completion
@@ -41,7 +41,8 @@ class Serving:
     def __init__(self, bridge: Bridge, tell: Callable[[Completion | PagesLost], None]) -> None:
         self.bridge = bridge
         self.loop = LoopSide(bridge.kv, tell)
-        self._delivery: Future[None] = bridge.begin(self.loop.deliver)
+        #: Ends with the connector alone.
+        self.delivery: Future[None] = bridge.begin(self.loop.deliver)
 
 
 class Session:
@@ -65,6 +66,9 @@ class Session:
         """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises. `stream`: the
         CUDA stream of the forwards.
         """
+        if self.serving is not None:
+            why = "another engine of this process has it, and the two roles of a connector find each other by it"
+            raise SettingsError("kv_transfer_config.engine_id", self._engine_id, why, "Leave it out: vLLM makes one up.")
         settings, capabilities, _ = configuration
         bridge = open_bridge(settings, cache.layout, cache.tensors, stream=stream, capabilities=capabilities, ports=ports)
         self.serving = Serving(bridge, self._told)
@@ -107,7 +111,16 @@ class Session:
         future.add_done_callback(lambda _: self.arrived.set())
         return future
 
-    def fail(self, error: Exception) -> None:
+    def see(self) -> None:
+        """Notice a connector that broke while nothing was asked of it: what was to end is not told any more."""
+        if (
+            self.serving is not None
+            and self.serving.delivery.done()
+            and (error := self.serving.delivery.exception()) is not None
+        ):
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
         """The connector serves no more. Blocks that a copy may still touch are lost; all others are vLLM's again."""
         serving, self.serving = self.serving, None
         if serving is None or self._failed:

@@ -45,6 +45,7 @@ class WorkerRole:
         if idle and not session.ends and session.serving is not None and session.waits:
             session.arrived.wait(IDLE_WAIT_S)
         session.arrived.clear()
+        session.see()
         results = Results(set(), set(), set())
         while session.ends:
             ended = session.ends.popleft()

@@ -1,16 +1,18 @@
 """When the pool, the connector or the adapter's caller fails: vLLM computes, and no block is given on too early."""
 
 import logging
+import time
 from typing import Any
 
 import pytest
 
-from akv.errors import DeviceError
+from akv.errors import DeviceError, SettingsError
 from akv.ports.calls import CallKind, CallSize
 from akv.ports.pool import KeyState
 from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
+from akv_testing.vllm_engine import VllmEngine
 from akv_testing.vllm_objects import Blocks, Status
 
 
@@ -193,6 +195,35 @@ def test_M8_a_connector_that_breaks_while_it_loads_ends_the_wait_and_keeps_the_b
     engine.left_behind = True
 
 
+def test_M8_a_connector_that_breaks_while_nothing_is_asked_of_it_is_waited_for_no_more(make: Any) -> None:
+    engine = make(warm())
+    engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("a", TOKENS)
+    engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    engine.call(lambda: engine.server.runner.start(CallKind.COPY, lambda: None, CallSize(), raises))
+    engine._forward = lambda *_: None
+    engine.run()
+    assert engine.failures == ["a"]
+    assert len(engine.pool.free) == 63
+    engine.left_behind = True
+
+
+def test_M8_what_a_copy_may_touch_is_kept_before_vllm_frees_it(make: Any) -> None:
+    engine = make()
+    engine.call(engine.server.device.script.hold, "gather")
+    engine.add("a", TOKENS, max_tokens=8)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    read = set(engine.tables["a"][0][:4])
+    engine.call(lambda: engine.server.runner.start(CallKind.COPY, lambda: None, CallSize(), raises))
+    bridge = engine.session.serving.bridge
+    while not bridge.broken:
+        time.sleep(0.001)
+    # The first that anybody hears of it: vLLM frees the blocks as soon as this returns.
+    engine.abort("a")
+    assert not read & set(engine.pool.free)
+    engine.left_behind = True
+
+
 def test_O8_pages_that_are_lost_are_never_given_on(make: Any) -> None:
     engine = make(warm(on_failure="degrade", shutdown_deadline_s=0.02))
     engine.call(engine.server.device.script.hold, "scatter")
@@ -229,6 +260,15 @@ def test_O7_a_pool_that_does_not_answer_is_a_miss_at_once(make: Any) -> None:
     engine.run()
     assert engine.loaded == {}
     assert len(engine.ended) == 3
+
+
+def test_two_engines_of_a_process_with_one_id_are_refused_and_the_first_goes_on(make: Any) -> None:
+    engine = make(warm())
+    with pytest.raises(SettingsError, match="engine_id"):
+        VllmEngine(FakeServer(layout=tiny_layout()), name="engine 0")
+    engine.add("a", TOKENS)
+    engine.run()
+    assert engine.loaded == {"a": 16}
 
 
 def test_what_comes_after_the_end_is_answered_without_a_cache(make: Any) -> None:

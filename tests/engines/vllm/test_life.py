@@ -140,6 +140,29 @@ def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(m
     assert engine.call(engine.server.wrong_values) == []
 
 
+def test_S7_D6_blocks_of_a_request_that_is_preempted_and_aborted_are_not_given_on_while_they_are_read(make: Any) -> None:
+    engine = make(blocks=8)
+    gate = engine.call(engine.server.device.script.hold, "gather")
+    engine.add("a", TOKENS, max_tokens=8)
+    engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    # A reset of the local cache takes the blocks of all that run; its client is gone before the next step.
+    engine.preempt("a", between_steps=True)
+    happened = []
+
+    def release() -> None:
+        happened.append("read")
+        engine.call(gate.release)
+
+    threading.Timer(0.01, release).start()
+    engine.abort("a")
+    happened.append("free")
+    engine.add("b", LONG[:20])
+    engine.run()
+    assert happened == ["read", "free"]
+    assert engine.session.requests == {}
+    assert engine.call(engine.server.wrong_values) == []
+
+
 def test_S7_blocks_of_an_ended_request_are_held_until_they_were_read(make: Any) -> None:
     engine = make()
     gate = engine.call(engine.server.device.script.hold, "gather")
