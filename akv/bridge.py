@@ -90,9 +90,12 @@ class LoopThread(Generic[Served]):
         self._opened: Future[Served] = Future()
         self._post: Callable[[Callable[[], object]], object] | None = None
         self._arrived: anyio.Event | None = None
+        #: One release for each thing in the inbox that nobody waits for; one more ends the thread that takes them.
+        self._unhurried = threading.Semaphore(0)
         arguments = (backend, dict(backend_options or {}))
         self._thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
         self._thread.start()
+        threading.Thread(target=self._wake_unhurried, name=f"{name}-wake", daemon=True).start()
         try:
             #: What was opened. Used on the loop alone: within what `call()` and `begin()` run.
             self.served = self._opened.result()
@@ -112,8 +115,11 @@ class LoopThread(Generic[Served]):
 
         Raises as `begin()` does. An interrupt of the wait, KeyboardInterrupt say, cancels what runs.
         """
-        future = self.begin(function, *args)
+        future: Future[Any] = Future()
         try:
+            self._put(function, args, future)
+            # At once: the interpreter is free for the loop in a moment, when this thread waits.
+            self._wake()
             return future.result()
         except BaseException:
             future.cancel()
@@ -134,6 +140,7 @@ class LoopThread(Generic[Served]):
         """
         future: Future[Any] = Future()
         self._put(function, args, future)
+        self._unhurried.release()
         return future
 
     def post(self, function: Callable[[*Arguments], object], *args: *Arguments) -> None:
@@ -141,6 +148,7 @@ class LoopThread(Generic[Served]):
         it, that ends the loop, and what was opened on it.
         """
         self._put(function, args, None)
+        self._unhurried.release()
 
     def _put(self, function: Callable[..., Any], args: tuple[Any, ...], future: "Future[Any] | None") -> None:
         self._check()
@@ -148,7 +156,6 @@ class LoopThread(Generic[Served]):
             if self._leaving:
                 raise self._ended()
             self._inbox.append((function, args, future))
-        self._wake()
 
     def _check(self) -> None:
         if os.getpid() != self._process:
@@ -171,6 +178,19 @@ class LoopThread(Generic[Served]):
         with self._lock:
             self._leaving = True
         self._wake()
+
+    def _wake_unhurried(self) -> None:
+        """A thread of its own wakes the loop for what nobody waits for.
+
+        Waking a loop is a write to a socket, in which Python lets the loop have the interpreter, and the engine's thread would
+        wait until the loop has done all that it can: a millisecond, in the midst of a step. Releasing a semaphore keeps it:
+        the loop runs as soon as the engine's thread waits, or is in a kernel.
+        """
+        while True:
+            self._unhurried.acquire()
+            self._wake()
+            if self._leaving:
+                return
 
     def _wake(self) -> None:
         def arrived() -> None:
@@ -198,6 +218,7 @@ class LoopThread(Generic[Served]):
             self._leaving = True
             unserved = list(self._inbox)
             self._inbox.clear()
+        self._unhurried.release()
         for _, _, future in unserved:
             if future is not None:
                 _settle(future, error=self._ended())

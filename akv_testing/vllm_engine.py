@@ -46,11 +46,11 @@ class VllmEngine:
         self.chunk = chunk
         self.pool = BlockPool(blocks)
         self.session: Session = join_session(name)
-        self.worker = WorkerRole(self.session)
         settings = check_settings(server.settings)
         configuration = Configuration(settings, server.capabilities, grace_s)
         self.session.open(configuration, Cache(server.layout, []), ports=server.ports)
         self.windows = windows_of(server.layout)
+        self.worker = WorkerRole(self.session, windows=bool(self.windows))
         loads = settings.role != "producer"
         self.scheduler = SchedulerRole(self.session, server.tokens_per_block, self.windows, grace_s, loads=loads)
         self.scheduler.block_pool = self.pool

@@ -44,19 +44,20 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._configuration = configuration_of(vllm_config, kv_cache_config)
         self._session = join_session(vllm_config.kv_transfer_config.engine_id)
+        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        windows = [spec.sliding_window for spec in groups if type(spec).__name__ in WINDOW]
         if role == KVConnectorRole.SCHEDULER:
             if require_recompute(vllm_config.kv_transfer_config):
                 observe.emit(observe.ENGINE_RECOMPUTES)
-            groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
             self._scheduler = SchedulerRole(
                 self._session,
                 groups[0].block_size,
-                [spec.sliding_window for spec in groups if type(spec).__name__ in WINDOW],
+                windows,
                 self._configuration.grace_s,
                 loads=self._configuration.settings.role != "producer",
             )
         else:
-            self._worker = WorkerRole(self._session)
+            self._worker = WorkerRole(self._session, windows=bool(windows))
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -1,6 +1,7 @@
-"""What runs on the connector's loop: the hooks' work, in as few hops as steps of the scheduler have."""
+"""What runs on the connector's loop: the hooks' work. In the order of the hooks, each up to its first wait."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 from anyio import CancelScope
@@ -41,7 +42,6 @@ class Part(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """What one step of the scheduler has for the loop."""
 
-    preempted: Sequence[Tracked]
     loads: Sequence[Loading]
     parts: Sequence[Part]
 
@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True):
 class LoopSide:
     """The connector as the roles use it. Every method is called on its loop."""
 
-    def __init__(self, kv: Connector, tell: Callable[[Completion | PagesLost], None]) -> None:
+    def __init__(self, kv: Connector, tell: Callable[[Completion | PagesLost | Tracked], None]) -> None:
         """`tell` is called with what ended."""
         self._kv = kv
         self._tell = tell
@@ -82,22 +82,22 @@ class LoopSide:
         scheduled = [part for part in map(self._scheduled, step.parts) if part is not None]
         return self._plan(scheduled) if scheduled else None
 
-    async def step_behind_preemptions(self, step: Step) -> PassPlan | None:
-        """As `step`, where blocks of preempted requests may be among those that are loaded into or computed in: no copy of
-        theirs is being read any more when this returns.
-        """
-        await self.preempt(step.preempted)
-        return self.step(step)
-
-    async def after_forward(self, plan: PassPlan) -> None:
-        """The pass has been queued."""
+    async def after_forward(self, planned: "Future[PassPlan | None]") -> None:
+        """The pass that was planned before has been queued."""
+        plan = planned.result()
+        if plan is None:
+            return
         try:
             await self._kv.after_forward(plan)
         except (DeviceError, EngineContractError) as error:
             observe.emit(observe.ENGINE_PASS_UNSAVED, error=error)
 
-    async def finish(self, tracked: Tracked) -> bool:
-        """The request is complete. Returns at once whether its pages are free; else it is told when they are."""
+    async def finish(self, tracked: Tracked) -> None:
+        """The request is complete. It is told when its pages are free: at once, if they are."""
+        if await self._finish(tracked):
+            self._tell(tracked)
+
+    async def _finish(self, tracked: Tracked) -> bool:
         request = tracked.request
         if request is None or tracked.ended:
             return await self.cancel(tracked)

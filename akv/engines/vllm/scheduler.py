@@ -1,10 +1,11 @@
 """The scheduler's role: what a request may load, where to, and what a step of the scheduler has for akv.
 
 No hook waits for the network. Lookups run on the connector's loop; a step of the scheduler waits for them at most
-`lookup_grace_ms` in all, and one that has something to load, or completes a block, hops to the loop once.
+`lookup_grace_ms` in all. What a step has to load, to plan or to end is begun on the loop, and nobody waits for it there.
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ FINAL = ("deadline", "holder_lost", REFUSED)
 class StepOrder(NamedTuple):
     """What the scheduler's role has for the worker's of one step."""
 
-    plan: PassPlan | None
+    #: The plan of its pass, which the loop is making; None where there is nothing to plan.
+    plan: "Future[PassPlan | None] | None"
     #: Nothing is computed in this step.
     idle: bool
 
@@ -115,8 +117,10 @@ class SchedulerRole:
         if not (preempted or loads or parts) or self._session.serving is None:
             return StepOrder(None, idle)
         loop = self._session.serving.loop
-        run = loop.step_behind_preemptions if preempted else loop.step
-        return StepOrder(self._session.ask(run, Step(preempted, loads, parts), otherwise=None), idle)
+        if preempted:
+            # Blocks of theirs may be written in this step: no copy reads them any more when this returns.
+            self._session.ask(loop.preempt, preempted, otherwise=None)
+        return StepOrder(self._session.begin(loop.step, Step(loads, parts)), idle)
 
     def received(self, ended: Iterable[str]) -> None:
         """The scheduler reads that these requests' loads ended; before it frees anything."""
@@ -138,11 +142,12 @@ class SchedulerRole:
         serving = session.serving
         if serving is None:
             free = True
-        elif aborted:
+        elif aborted or tracked.receiving:
             free = session.ask(serving.loop.cancel, tracked, otherwise=True)
         else:
             tracked.send()
-            free = session.ask(serving.loop.finish, tracked, otherwise=True)
+            # Its blocks are kept until the end is told, though nothing may read them: a hop would hold up this step's answers.
+            free = session.begin(serving.loop.finish, tracked) is None
         # Where the connector broke over this: before vLLM gives them on.
         self._keep_lost_blocks()
         if tracked.receiving:
@@ -203,7 +208,7 @@ class SchedulerRole:
 
     def _passes_a_boundary(self, tracked: Tracked, computed: int, drafts: int) -> bool:
         """Whether this pass completes a block, or moves a window on by one: others change nothing that akv is to know, and
-        a step in which every request decodes in the midst of a block costs no hop.
+        a step in which every request decodes in the midst of a block asks nothing of the loop.
         """
         behind = (max(0, computed + drafts + 1 - window) // self._tokens_per_block for window in self._windows)
         noted = (computed // self._tokens_per_block, *behind)
@@ -214,7 +219,7 @@ class SchedulerRole:
 
     def _pages(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         if not self._windows:
-            return block_ids
+            return [list(group) for group in block_ids]  # vLLM's own lists grow while the loop reads.
         return [[NO_PAGE if block == NULL_BLOCK else block for block in group] for group in block_ids]
 
     def _keep_lost_blocks(self) -> None:

@@ -17,7 +17,7 @@ from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.loop_side import LoopSide
 from akv.engines.vllm.stats import Counts
 from akv.engines.vllm.tracked import Tracked
-from akv.errors import ConnectorBroken, NotOpenError, PagesLost, SettingsError
+from akv.errors import AkvError, ConnectorBroken, NotOpenError, PagesLost, SettingsError
 from akv.ports import Ports
 from akv.values.messages import PagesPerGroup
 from akv.values.requests import Completion
@@ -38,7 +38,7 @@ def join_session(engine_id: str) -> "Session":
 class Serving:
     """A bridge and what runs on its loop."""
 
-    def __init__(self, bridge: Bridge, tell: Callable[[Completion | PagesLost], None]) -> None:
+    def __init__(self, bridge: Bridge, tell: Callable[[Completion | PagesLost | Tracked], None]) -> None:
         self.bridge = bridge
         self.loop = LoopSide(bridge.kv, tell)
         #: Ends with the connector alone.
@@ -53,10 +53,12 @@ class Session:
         #: None before the worker has the cache, and once nothing can be asked any more.
         self.serving: Serving | None = None
         self._failed = False
+        #: What failed on the loop and was no outcome: a fault of the adapter's, after which nothing it says can be trusted.
+        self._fault: BaseException | None = None
         #: The requests that vLLM has not forgotten, by its id.
         self.requests: dict[str, Tracked] = {}
         #: What ended and was not looked at, oldest first; and whether there is something new, lookups included.
-        self.ends: deque[Completion | PagesLost] = deque()
+        self.ends: deque[Completion | PagesLost | Tracked] = deque()
         self.arrived = threading.Event()
         #: Blocks that must never be used again, which the scheduler's role takes out of use.
         self.lost_blocks: set[int] = set()
@@ -89,7 +91,7 @@ class Session:
 
     def ask(self, function: Callable[..., Any], *args: object, otherwise: Answer) -> Any | Answer:
         """Call a function of the loop's side and return its result; `otherwise` where there is no cache any more."""
-        serving = self.serving
+        serving = self._sound()
         if serving is None:
             return otherwise
         try:
@@ -100,7 +102,7 @@ class Session:
 
     def begin(self, function: Callable[..., Any], *args: object) -> "Future[Any] | None":
         """Begin a function of the loop's side; None where there is no cache any more."""
-        serving = self.serving
+        serving = self._sound()
         if serving is None:
             return None
         try:
@@ -108,17 +110,27 @@ class Session:
         except (ConnectorBroken, NotOpenError) as error:
             self.fail(error)
             return None
-        future.add_done_callback(lambda _: self.arrived.set())
+        future.add_done_callback(self._ended)
         return future
 
     def see(self) -> None:
         """Notice a connector that broke while nothing was asked of it: what was to end is not told any more."""
-        if (
-            self.serving is not None
-            and self.serving.delivery.done()
-            and (error := self.serving.delivery.exception()) is not None
-        ):
+        serving = self._sound()
+        if serving is not None and serving.delivery.done() and (error := serving.delivery.exception()) is not None:
             self.fail(error)
+
+    def _sound(self) -> Serving | None:
+        if self._fault is not None and self.serving is not None:
+            # The connector itself lives, and would go on with copies that nobody here is told of.
+            self.serving.bridge.close()
+            self.fail(self._fault)
+        return self.serving
+
+    def _ended(self, future: "Future[Any]") -> None:
+        """On the loop, as a rule: what was begun has ended. A fault that nobody may be waiting for is kept."""
+        if not future.cancelled() and not isinstance(error := future.exception(), AkvError | None):
+            self._fault = error
+        self.arrived.set()
 
     def fail(self, error: BaseException) -> None:
         """The connector serves no more. Blocks that a copy may still touch are lost; all others are vLLM's again."""
@@ -138,7 +150,7 @@ class Session:
         """Blocks that nobody can give back."""
         self.lost_blocks.update(block for group in pages for block in group)
 
-    def _told(self, ended: Completion | PagesLost) -> None:
+    def _told(self, ended: Completion | PagesLost | Tracked) -> None:
         """On the loop."""
         self.ends.append(ended)
         self.arrived.set()

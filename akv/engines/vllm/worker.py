@@ -1,6 +1,7 @@
 """The worker's role: the cache, the end of each pass, and what has ended since the last one."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from akv.engines.vllm.scheduler import FINAL
@@ -12,7 +13,7 @@ from akv.values.requests import LoadCompleted, SavesCompleted
 
 #: Seconds that a step which computes nothing waits for something to end. vLLM would come again at once, and its loop would
 #: keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
-IDLE_WAIT_S = 0.001
+IDLE_WAIT_S = 0.003
 
 
 class Results(NamedTuple):
@@ -26,18 +27,29 @@ class Results(NamedTuple):
 class WorkerRole:
     """The hooks that vLLM's model runner calls, in plain values."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, windows: bool) -> None:
+        """`windows`: whether the model has any."""
         self._session = session
+        self._windows = windows
 
-    def after_forward(self, plan: PassPlan) -> None:
+    def after_forward(self, planned: "Future[PassPlan | None]") -> None:
         """The planned pass is queued on the device. Waits until copies of window pages are queued, and for nothing else."""
         serving = self._session.serving
         if serving is None:
             return
-        if any(order.snapshot for order in plan.saves):
-            self._session.ask(serving.loop.after_forward, plan, otherwise=None)
+        if self._snapshots(planned):
+            self._session.ask(serving.loop.after_forward, planned, otherwise=None)
         else:
-            self._session.begin(serving.loop.after_forward, plan)
+            self._session.begin(serving.loop.after_forward, planned)
+
+    def _snapshots(self, planned: "Future[PassPlan | None]") -> bool:
+        """Whether window pages are copied behind this pass; also where the loop has not said so yet."""
+        if not self._windows:
+            return False
+        if not planned.done() or planned.exception() is not None:
+            return True
+        plan = planned.result()
+        return plan is not None and any(order.snapshot for order in plan.saves)
 
     def results(self, *, idle: bool) -> Results:
         """What ended since the last call. Never blocks, but for `IDLE_WAIT_S` in a step that computes nothing."""
@@ -49,6 +61,9 @@ class WorkerRole:
         results = Results(set(), set(), set())
         while session.ends:
             ended = session.ends.popleft()
+            if isinstance(ended, Tracked):
+                self._over(ended, results)
+                continue
             tracked = session.requests.get(ended.request_id)
             match ended:
                 case LoadCompleted():

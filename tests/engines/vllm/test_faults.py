@@ -1,6 +1,7 @@
 """When the pool, the connector or the adapter's caller fails: vLLM computes, and no block is given on too early."""
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
 from akv_testing.vllm_engine import VllmEngine
-from akv_testing.vllm_objects import Blocks, Status
+from akv_testing.vllm_objects import Blocks, Status, VllmRequest
 
 
 def warm(**settings: Any) -> FakeServer:
@@ -250,6 +251,49 @@ def test_O8_without_a_cache_vllm_goes_on(make: Any, monkeypatch: pytest.MonkeyPa
     engine.run()
     assert sorted(engine.ended) == ["a", "b"]
     assert len(engine.pool.free) == 63
+
+
+@pytest.mark.parametrize("method", ["step", "after_forward", "finish"])
+def test_M8_a_fault_of_the_loops_side_that_nobody_waits_for_closes_the_connector(
+    make: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    engine = make(warm())
+    serving = engine.session.serving
+
+    def planted(*_: object) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(serving.loop, method, planted)
+    for name in "ab":
+        engine.add(name, LONG)
+        engine.run()
+    assert sorted(engine.ended) == ["a", "b"]
+    assert engine.session.failed
+    assert serving.bridge.broken
+    assert len(engine.pool.free) == 63
+    assert list(engine.server.pool.registered) == []
+
+
+def test_S7_a_requests_end_waits_for_nothing_and_its_blocks_are_told(make: Any) -> None:
+    engine = make(warm())
+    began, held, over = threading.Event(), threading.Event(), threading.Event()
+
+    def is_busy() -> None:
+        began.set()
+        held.wait(20)
+        over.set()
+
+    request = VllmRequest("a", TOKENS, 2)
+    engine.session.serving.bridge.post(is_busy)
+    assert began.wait(20)
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.finished(request, aborted=False)
+    assert engine.worker.results(idle=True).sent == set()
+    assert not over.is_set()
+    held.set()
+    while not (sent := engine.worker.results(idle=True).sent):
+        pass
+    assert sent == {"a"}
 
 
 def test_O7_a_pool_that_does_not_answer_is_a_miss_at_once(make: Any) -> None:

@@ -322,7 +322,7 @@ def test_S12_at_the_end_no_page_is_read_that_vllm_has_freed(make: Any, tokens: i
 def test_a_block_that_stands_for_none_is_no_page(make: Any) -> None:
     windowed, full = make(WindowServer(windows=((8, 0),))), make()
     assert windowed.scheduler._pages(([1, 2], [0, 2])) == [[1, 2], [-1, 2]]
-    assert full.scheduler._pages(([1, 2],)) == ([1, 2],)
+    assert full.scheduler._pages(([1, 2],)) == [[1, 2]]
 
 
 def test_12_requests_at_once_share_what_there_is(make: Any) -> None:
