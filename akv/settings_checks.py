@@ -276,7 +276,8 @@ def _check_pool(settings: Settings) -> None:
                 "store.master_address",
                 store.master_address,
                 "pool 'mooncake' joins a running pool, at its master's host:port",
-                "Write the address, '10.0.0.1:50051' say, or use pool 'embedded'.",
+                "Write the address, '10.0.0.1:50051' say, or name Mooncake's file in MOONCAKE_CONFIG_PATH, "
+                "or use pool 'embedded'.",
             )
     elif store.master_address:
         raise Refused(
