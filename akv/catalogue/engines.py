@@ -42,12 +42,13 @@ ENGINE_WITHOUT_CACHE = _event(
     "",
     "The connector of an engine has ended, as the exception says; the engine goes on without a cache until it is restarted.",
 )
-ENGINE_RESET_REFUSED = _event(
-    "akv.engine.reset_refused",
+ENGINE_RESET = _event(
+    "akv.engine.reset",
     "warning",
     "",
-    "An engine was asked to empty the pool with its own cache. Other servers read the pool, so it keeps what it has; where "
-    "the weights changed, restart with another `revision`, under which nothing of before is found.",
+    "An engine was asked to empty the pool with its own cache, as before it sleeps or gets new weights. Other servers read "
+    "the pool, so it keeps what it has; this server finds nothing of before and, as nobody says which weights it has now, "
+    "shares with no other one until it is restarted: with another `revision` if they changed.",
 )
 SGLANG_POOL = _event(
     "akv.sglang.pool",

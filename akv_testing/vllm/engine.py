@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, Abort, Answer, Generate, Options, Report, Settle
+from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, Abort, Answer, Generate, Options, Report, Reset, Settle
 from akv_testing.vllm.weights import SEEDED
 
 _CONNECTORS: dict[str, dict[str, Any]] = {
@@ -90,9 +90,9 @@ class Engine:
                 raise TimeoutError(f"the scheduler still has requests after {command.deadline_s:g} s")
         return self._report(seconds=time.perf_counter() - began)
 
-    def reset(self) -> Report:
+    def reset(self, command: Reset) -> Report:
         """Forget the local cache, as an operator may ask a server."""
-        return self._report(done=self._engine.reset_prefix_cache())
+        return self._report(done=self._engine.reset_prefix_cache(reset_connector=command.connector))
 
     def close(self) -> None:
         """End the connector as a server that is told to end does."""

@@ -81,7 +81,7 @@ def _answer(engine: Engine, gets: FailingGets, command: AnyCommand) -> Report:
         case Settle():
             report = engine.settle(command)
         case Reset():
-            report = engine.reset()
+            report = engine.reset(command)
         case FailGets():
             gets.on, gets.failed = command.fail, 0
             report = Report()

@@ -52,6 +52,9 @@ class Abort(Command, frozen=True, kw_only=True):
 class Reset(Command, frozen=True, kw_only=True):
     """Forget the local cache."""
 
+    #: The connector too, as vLLM does when it sleeps, pauses or gets new weights.
+    connector: bool = False
+
 
 class Settle(Command, frozen=True, kw_only=True):
     """Go on until nothing is left to do: loads and saves of requests that have ended are over."""

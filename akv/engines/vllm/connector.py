@@ -151,9 +151,10 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.finished(request, aborted=aborted), None
 
     def reset_cache(self) -> bool:
-        """Refused: what other servers read is not this one's to forget. New weights need the setting `revision` (K8)."""
-        observe.emit(observe.ENGINE_RESET_REFUSED)
-        return False
+        """Nothing of before is found any more, here. What other servers read is not this one's to forget (K8)."""
+        observe.emit(observe.ENGINE_RESET)
+        self._session.begin_anew()
+        return True
 
     def take_events(self) -> Iterable[Any]:
         """None: the pool has no events of its own."""

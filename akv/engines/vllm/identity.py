@@ -33,9 +33,14 @@ def use_of(request: Any) -> Use:
     return Use(reads=bool(reads), saves=not wishes.get(DO_NOT_SAVE))
 
 
-def scope_of(request: Any) -> Scope:
-    """What separates this request's tokens from equal ones."""
-    return Scope(salt=request.cache_salt, lora=_lora_of(request.lora_request), media=_media_of(request.mm_features))
+def scope_of(request: Any, epoch: str = "", *, require_salt: bool = False) -> Scope:
+    """What separates this request's tokens from equal ones. `epoch`: what separates the cache from that before its reset; with
+    `require_salt` it stands for no salt (X3).
+    """
+    salt = request.cache_salt
+    if epoch and (salt or not require_salt):
+        salt = f"{epoch}\0{salt or ''}"
+    return Scope(salt=salt, lora=_lora_of(request.lora_request), media=_media_of(request.mm_features))
 
 
 def _lora_of(adapter: Any) -> Lora | None:

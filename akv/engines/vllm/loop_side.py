@@ -132,7 +132,7 @@ class LoopSide:
         news = tracked.take()
         try:
             if tracked.request is None:
-                scope = scope_of(tracked.vllm)
+                scope = scope_of(tracked.vllm, tracked.epoch, require_salt=self._kv.settings.require_salt)
                 tracked.request = self._kv.open_request(tracked.id, news, scope, reads_cache=not tracked.local_only)
             elif news:
                 tracked.request.append(news)

@@ -60,7 +60,7 @@ class SchedulerRole:
         use = use_of(request)
         if self._session.serving is None or not (use.reads or use.saves):
             return
-        tracked = self._session.requests[request.request_id] = Tracked(request, use)
+        tracked = self._session.requests[request.request_id] = Tracked(request, use, self._session.epoch)
         tracked.local_only = not (use.reads and self._loads_at_all)
         # Also where nothing is to be loaded: it hashes the prompt, for which a pass has no time (L3).
         self._look_up(tracked, 0)

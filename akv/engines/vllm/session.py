@@ -4,6 +4,7 @@ vLLM makes its two connectors apart, the worker's first, and neither knows the o
 called by one thread; what the loop tells comes through a queue.
 """
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from akv import observe
 from akv.bridge import Bridge, open_bridge
 from akv.engines.vllm.configuration import Configuration
+from akv.engines.vllm.identity import Use
 from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.loop_side import LoopSide
 from akv.engines.vllm.stats import Counts
@@ -63,6 +65,8 @@ class Session:
         #: Blocks that must never be used again, which the scheduler's role takes out of use.
         self.lost_blocks: set[int] = set()
         self.counts = Counts()
+        #: Separates what is computed from what was before a reset; empty until there is one.
+        self.epoch = ""
 
     def open(self, configuration: Configuration, cache: Cache, *, stream: Any = None, ports: Ports | None = None) -> None:
         """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises. `stream`: the
@@ -83,6 +87,14 @@ class Session:
                 del _sessions[self._engine_id]
         if serving is not None:
             serving.bridge.close()
+
+    def begin_anew(self) -> None:
+        """The weights may have changed: requests that come find nothing of before, and nothing more is loaded for those that
+        are there, or saved of them.
+        """
+        self.epoch = secrets.token_hex(16)
+        for tracked in self.requests.values():
+            tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
     @property
     def waits(self) -> bool:

@@ -18,6 +18,7 @@ class Tracked:
         "asked",
         "asked_for",
         "ended",
+        "epoch",
         "held",
         "local_only",
         "noted",
@@ -29,10 +30,12 @@ class Tracked:
         "vllm",
     )
 
-    def __init__(self, vllm: Any, use: Use) -> None:
+    def __init__(self, vllm: Any, use: Use, epoch: str = "") -> None:
         #: vLLM's own, a `vllm.v1.request.Request`.
         self.vllm = vllm
         self.use = use
+        #: The session's, when it came.
+        self.epoch = epoch
         #: The lookup that was begun last, and for which local match, in tokens.
         self.asked: Future[Offer] | None = None
         self.asked_for = -1

@@ -31,6 +31,13 @@ def test_K1_salts_separate() -> None:
     assert scope_of(request(cache_salt="s")).salt == "s"
 
 
+def test_K8_X3_an_epoch_separates_and_stands_for_no_salt() -> None:
+    tenants = [scope_of(request(cache_salt=salt), epoch).salt for salt in (None, "s") for epoch in ("", "1", "2")]
+    assert len(set(tenants)) == 6
+    assert scope_of(request(), "1", require_salt=True).salt is None
+    assert scope_of(request(cache_salt="s"), "1", require_salt=True).salt == tenants[4]
+
+
 def test_K1_an_adapter_is_its_name_and_path_and_not_this_servers_number() -> None:
     one = scope_of(request(lora_request=adapter("a", "/x", 1))).lora
     assert one is not None

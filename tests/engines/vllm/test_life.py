@@ -112,12 +112,17 @@ def test_D8_a_preempted_request_begins_again_and_loads_what_it_had_saved(make: A
     assert len(engine.pool.free) == 63
 
 
+@pytest.mark.parametrize("excluded", [False, True])
 @pytest.mark.parametrize("between_steps", [False, True])
-def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(make: Any, between_steps: bool) -> None:
+def test_S7_blocks_of_a_preempted_request_are_not_given_on_while_they_are_read(
+    make: Any, between_steps: bool, excluded: bool
+) -> None:
     engine = make(blocks=8)
     gate = engine.call(engine.server.device.script.hold, "gather")
     engine.add("a", TOKENS, max_tokens=8)
     engine.until(lambda: engine.call(lambda: engine.server.device.busy))
+    # What came of it since could not be named; what is read is from before.
+    engine.session.requests["a"].ended = excluded
     engine.preempt("a", between_steps=between_steps)
     if between_steps:
         engine.add("b", LONG[:20])
@@ -174,6 +179,25 @@ def test_S7_blocks_of_an_ended_request_are_held_until_they_were_read(make: Any) 
     assert len(engine.pool.free) < 63
     engine.call(gate.release)
     engine.run()
+    assert len(engine.pool.free) == 63
+
+
+def test_K8_after_a_reset_of_the_connector_nothing_of_before_is_found_and_nothing_half_new_is_stored(make: Any) -> None:
+    engine = make(chunk=8)
+    engine.add("before", TOKENS)
+    engine.run()
+    engine.add("under way", LONG, max_tokens=8)
+    engine.until(lambda: engine.running)
+    engine.preempt("under way", between_steps=True)
+    engine.session.begin_anew()
+    engine.run()
+    # Of the one under way at most what its first pass had computed.
+    assert len(engine.server.store.keys()) <= 4 + 2
+    for name in ("after", "later"):
+        engine.add(name, TOKENS)
+        engine.run()
+    # The later one finds what the one after stored.
+    assert engine.loaded == {"later": 16}
     assert len(engine.pool.free) == 63
 
 

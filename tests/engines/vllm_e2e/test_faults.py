@@ -94,6 +94,26 @@ def test_D3_a_request_whose_pages_died_with_their_holder_is_computed(
     assert ask(server, prompt()).answers[0].local_tokens == REUSED
 
 
+def test_K8_after_a_reset_of_the_connector_a_server_finds_its_own_pages_alone(
+    own_master: tuple[str, int],
+    open_server: Callable[..., Server],
+    server: Server,
+    lender: Callable[[str], "subprocess.Popen[bytes]"],
+    prompt: Callable[..., list[int]],
+) -> None:
+    lender(own_master[0])
+    cold = stored(server, prompt())
+    asleep = open_server(LLAMA, own_master[0], segment_bytes=0, load_deadline_s=LOAD_DEADLINE_S)
+    assert stored(asleep, prompt()).answers[0].external_tokens == REUSED
+    # Before it sleeps, or gets new weights, vLLM asks for that, and goes on only if it was done.
+    assert asleep.ask(Reset(connector=True)).done
+    assert stored(asleep, prompt()).answers[0].cached_tokens == 0
+    (answer,) = ask(asleep, prompt()).answers
+    assert answer.external_tokens == REUSED
+    assert answer.tokens == cold.answers[0].tokens
+    assert stored(server, prompt()).answers[0].cached_tokens == REUSED
+
+
 def test_L2_requests_are_as_fast_once_the_master_is_gone(
     server: Server,
     own_master: tuple[str, int],
