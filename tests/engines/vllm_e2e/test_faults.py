@@ -13,7 +13,8 @@ from akv_testing.vllm.client import Server
 from akv_testing.vllm.models import LLAMA
 from akv_testing.vllm.protocol import FailGets, Generate, Report, Reset, Settle
 
-pytestmark = pytest.mark.vllm
+#: The first test imports vLLM, which may compile thousands of files: more than other tests are given.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 REUSED = 1920
 #: Requests on either side of a comparison.

@@ -12,7 +12,8 @@ from akv_testing.vllm.client import Server
 from akv_testing.vllm.models import LLAMA
 from akv_testing.vllm.protocol import Abort, Answer, Generate, Report, Reset, Settle
 
-pytestmark = pytest.mark.vllm
+#: The first test imports vLLM, which may compile thousands of files: more than other tests are given.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 PROMPT_TOKENS = 1921
 #: What of a prompt can be reused: whole blocks, and its last token is always computed.
