@@ -96,15 +96,12 @@ def test_D3_a_request_whose_pages_died_with_their_holder_is_computed(
 
 
 def test_K8_after_a_reset_of_the_connector_a_server_finds_its_own_pages_alone(
-    own_master: tuple[str, int],
-    open_server: Callable[..., Server],
-    server: Server,
-    lender: Callable[[str], "subprocess.Popen[bytes]"],
-    prompt: Callable[..., list[int]],
+    master: str, open_server: Callable[..., Server], prompt: Callable[..., list[int]]
 ) -> None:
-    lender(own_master[0])
+    # In a pool in which nobody was killed: puts to a dead holder's memory are refused for some seconds.
+    server = open_server(LLAMA, master, load_deadline_s=LOAD_DEADLINE_S)
     cold = stored(server, prompt())
-    asleep = open_server(LLAMA, own_master[0], segment_bytes=0, load_deadline_s=LOAD_DEADLINE_S)
+    asleep = open_server(LLAMA, master, load_deadline_s=LOAD_DEADLINE_S)
     assert stored(asleep, prompt()).answers[0].external_tokens == REUSED
     # Before it sleeps, or gets new weights, vLLM asks for that, and goes on only if it was done.
     assert asleep.ask(Reset(connector=True)).done
