@@ -1,7 +1,7 @@
 """Several connectors of one process on a real pool: one client between them, and nobody's pages are another's (O8, O6)."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any
 
 import anyio
@@ -153,7 +153,10 @@ async def test_O8_a_connector_with_other_process_wide_settings_is_refused(master
         assert (await kv.open_request("r", TOKENS).lookup()).tokens == 0
 
 
-#: Argument: the master's address. Two loops in two threads, at once and again and again.
+#: Arguments: the master's address, and bytes of a segment that stays.
+LENDER = "import runpy; runpy.run_module('akv.cli.bench.faults.lender', run_name='__main__')"
+#: Argument: the master's address. Two loops in two threads, at once and again and again. They lend nothing: a page lies in
+#: whatever memory the pool chose, and that of the other loop's client goes when this one closes.
 TWO_LOOPS = """
 import sys, threading
 import anyio
@@ -162,7 +165,7 @@ from tests.pool.test_several_connectors import Model
 ends = []
 
 async def lives(name):
-    model = Model(sys.argv[1], name, exit_guard=True)
+    model = Model(sys.argv[1], name, exit_guard=True, store={"segment_bytes": 0})
     model.fill(7.5)
     for number in range(3):
         async with model.open() as kv:
@@ -180,8 +183,12 @@ print(sorted(ends))
 """
 
 
-def test_O8_two_loops_in_two_threads_each_with_a_client(master: str, run_script: Callable[..., Any]) -> None:
-    ended = run_script(TWO_LOOPS, master, timeout_s=90.0)
+def test_O8_two_loops_in_two_threads_each_with_a_client(
+    own_master: tuple[str, int], lender: Callable[..., AbstractContextManager[object]], run_script: Callable[..., Any]
+) -> None:
+    address, _ = own_master
+    with lender(LENDER, address, str(64 << 20)):
+        ended = run_script(TWO_LOOPS, address, timeout_s=90.0)
     assert (ended.returncode, ended.stdout.strip()) == (0, "['asyncio', 'trio']"), ended.stderr[-2000:]
 
 
