@@ -243,7 +243,7 @@ class LoopThread(Generic[Served]):
                 if future is not None and future.cancelled():
                     continue
                 ended: Future[Any] = future or Future()
-                self._start(tasks, function, args, ended)
+                await self._start(tasks, function, args, ended)
                 if future is None and (error := ended.exception()) is not None:
                     self.failure = error
                     return
@@ -251,15 +251,22 @@ class LoopThread(Generic[Served]):
                 return
             await self._arrived.wait()
 
-    def _start(self, tasks: TaskGroup, function: Callable[..., Any], args: tuple[Any, ...], future: "Future[Any]") -> None:
+    async def _start(
+        self, tasks: TaskGroup, function: Callable[..., Any], args: tuple[Any, ...], future: "Future[Any]"
+    ) -> None:
+        result: Any = None
         with _Settling(future):
             result = function(*args)
-            if isawaitable(result):
-                tasks.start_soon(self._finish, result, future)
-            else:
+            if not isawaitable(result):
                 _settle(future, result)
+        if isawaitable(result):
+            # A task begins later than what starts it, and trio's in any order: what came behind it would run before it.
+            begun = anyio.Event()
+            tasks.start_soon(self._finish, result, future, begun)
+            await begun.wait()
 
-    async def _finish(self, awaitable: Awaitable[Any], future: "Future[Any]") -> None:
+    async def _finish(self, awaitable: Awaitable[Any], future: "Future[Any]", begun: anyio.Event) -> None:
+        begun.set()
         post = self._post
         with anyio.CancelScope() as scope:
 

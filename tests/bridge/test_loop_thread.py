@@ -87,6 +87,26 @@ def test_functions_run_in_the_order_of_the_calls(loop: LoopThread[Served]) -> No
     assert seen == list(range(200))
 
 
+def test_coroutines_run_up_to_their_first_wait_in_the_order_of_the_calls_too(loop: LoopThread[Served]) -> None:
+    seen: list[int] = []
+    held = threading.Event()
+
+    async def sees(number: int) -> None:
+        seen.append(number)
+        await anyio.lowlevel.checkpoint()
+
+    # All of them lie in the inbox when the loop looks.
+    loop.post(held.wait, LONG_S)
+    for number in range(100):
+        if number % 3:
+            loop.begin(sees, number)
+        else:
+            loop.begin(seen.append, number)
+    held.set()
+    loop.call(abs, 0)
+    assert seen == list(range(100))
+
+
 def test_giving_a_future_up_cancels_what_it_waits_for(loop: LoopThread[Served]) -> None:
     ended: Future[str] = Future()
 
