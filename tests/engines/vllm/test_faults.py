@@ -15,6 +15,7 @@ from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
 from akv_testing.vllm_engine import VllmEngine
 from akv_testing.vllm_objects import Blocks, Status, VllmRequest
+from akv_testing.window_server import WindowServer
 
 
 def warm(**settings: Any) -> FakeServer:
@@ -272,6 +273,22 @@ def test_M8_a_fault_of_the_loops_side_that_nobody_waits_for_closes_the_connector
     assert serving.bridge.broken
     assert len(engine.pool.free) == 63
     assert list(engine.server.pool.registered) == []
+
+
+def test_M8_a_plan_that_fails_costs_a_model_with_windows_its_cache_and_no_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(WindowServer(windows=((8, 0),)))
+
+    def planted(*_: object) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine.session.serving.loop, "step", planted)
+    for name in "ab":
+        engine.add(name, LONG)
+        engine.run()
+    assert sorted(engine.ended) == ["a", "b"]
+    assert engine.session.failed
 
 
 def test_S7_a_requests_end_waits_for_nothing_and_its_blocks_are_told(make: Any) -> None:
