@@ -20,6 +20,7 @@ from akv.settings_checks import (
     check_settings,
     check_staging,
     checked,
+    checked_store,
     is_section,
     setting_types,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "explain_settings",
     "prepare_client_environment",
     "read_settings",
+    "read_store_settings",
 ]
 
 #: Where a setting's value comes from that nobody gave.
@@ -115,6 +117,21 @@ def explain_settings(
         raise refused.error(sources.get(refused.field, "")) from refused.__cause__
     names = [name for name, kind in setting_types() if not is_section(kind)]
     return ExplainedSettings(settings, {name: sources.get(name, DEFAULT) for name in names}, notes)
+
+
+def read_store_settings(path: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> StoreSettings:
+    """The section `store` as `read_settings` would find it, for commands that open no connector and so know no model.
+
+    Raises SettingsError as it does, but for what only a whole tree can show to be wrong.
+    """
+    environ = os.environ if environ is None else environ
+    layers = [_own_file(path, environ), layer_of_variables(environ)]
+    foreign, _ = _foreign_file(environ, pool=merge(layers)[0].get("pool"))
+    tree, sources = merge([foreign, *layers])
+    try:
+        return checked_store(tree.get("store", {}))
+    except Refused as refused:
+        raise refused.error(sources.get(refused.field, "")) from refused.__cause__
 
 
 def _own_file(path: str | Path | None, environ: Mapping[str, str]) -> Layer:

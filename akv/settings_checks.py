@@ -11,7 +11,7 @@ import msgspec
 from akv.errors import SettingsError
 from akv.plan.keys import SEPARATORS
 from akv.values.hidden import HIDDEN
-from akv.values.settings import SMALLEST_SEGMENT_BYTES, Settings
+from akv.values.settings import SMALLEST_SEGMENT_BYTES, Settings, StoreSettings
 
 #: Bytes per unit, for sizes written as strings. Binary only: what "GB" means differs from program to program (O5).
 BINARY_SUFFIXES = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
@@ -83,6 +83,12 @@ def checked(source: Settings | Mapping[str, Any]) -> Settings:
     _check_seconds(settings)
     _check_pool(settings)
     return settings
+
+
+def checked_store(source: object) -> StoreSettings:
+    """The section `store` alone, each field well typed. Raises Refused."""
+    store: StoreSettings = _build(StoreSettings, source, at="store")
+    return store
 
 
 def is_section(kind: object) -> TypeGuard[type[msgspec.Struct]]:

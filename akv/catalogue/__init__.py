@@ -9,3 +9,4 @@ from akv.catalogue.entry import CATALOGUE as CATALOGUE
 from akv.catalogue.entry import LEVELS as LEVELS
 from akv.catalogue.entry import STEP_FIELDS as STEP_FIELDS
 from akv.catalogue.entry import Event as Event
+from akv.catalogue.segments import *  # noqa: F403

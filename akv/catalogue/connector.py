@@ -45,9 +45,10 @@ CONNECTOR_UNCLEAN_EXIT = _event(
 POOL_OPEN = _event(
     "akv.pool.open",
     "info",
-    "pool master_address protocol segment_bytes client_version data_path phase outcome duration_s",
+    "pool master_address protocol segment_bytes segment_memory client_version data_path phase outcome duration_s",
     'This process joins a pool. `data_path` is "proved" after a small value went there and back, and "no_room" if the pool '
-    "had no memory for one: nobody lends any yet, or it is full.",
+    "had no memory for one: nobody lends any yet, or it is full. `segment_memory` is what it lends: "
+    '"private" also where "auto" found no room for more.',
 )
 POOL_SHARED = _event(
     "akv.pool.shared",

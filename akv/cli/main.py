@@ -13,7 +13,7 @@ UNUSABLE = 2
 
 
 def main() -> None:
-    """Run the command line; never returns. Status 0: done. 1: a comparison differs. 2: it could not be run."""
+    """Run the command line; never returns. Status 0: done. 1: a difference, or trouble found. 2: it could not be run."""
     try:
         build_app()()
     except AkvError as error:
@@ -30,6 +30,7 @@ def build_app() -> "typer.Typer":
     from akv.cli.bench.command import add_bench  # noqa: PLC0415
     from akv.cli.config.command import add_config  # noqa: PLC0415
     from akv.cli.demo.command import add_demo  # noqa: PLC0415
+    from akv.cli.doctor.command import add_doctor  # noqa: PLC0415
 
     app = typer.Typer(
         name="akv",
@@ -46,6 +47,7 @@ def build_app() -> "typer.Typer":
     add_bench(app)
     add_config(app)
     add_demo(app)
+    add_doctor(app)
     return app
 
 

@@ -14,20 +14,22 @@ import anyio
 import msgspec
 
 from akv.errors import NotOpenError, PoolError
-from akv.observe import CONNECTOR_UNCLEAN_EXIT, POOL_CLOSE, POOL_OPEN, POOL_SHARED, emit, step
+from akv.observe import CONNECTOR_UNCLEAN_EXIT, POOL_CLOSE, POOL_OPEN, POOL_SHARED, SEGMENT_PRIVATE, emit, step
 from akv.pool.client import load_client_module
 from akv.pool.client_log import CLIENT_LOG
 from akv.pool.data_path import check_device, prove_data_path
 from akv.pool.embedded import open_embedded_master
 from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.mooncake import MooncakePool
+from akv.pool.own_endpoint import publish_segments
 from akv.pool.reach import reach_master
+from akv.pool.segments import LentSegments, remove_at_exit
 from akv.pool.shared import ClientLife, shared_client
 from akv.pool.threads import ThreadRunner
 from akv.pool.transfers import PROCESS_BUDGET, entries_allowed
 from akv.settings import Settings, StoreSettings, prepare_client_environment
 
-__all__ = ["MooncakePool", "ThreadRunner", "open_embedded_master", "open_pool"]
+__all__ = ["LentSegments", "MooncakePool", "ThreadRunner", "open_embedded_master", "open_pool"]
 
 #: Seconds that the master may take to answer before this process joins its pool, and before it leaves.
 JOIN_DEADLINE_S = 5.0
@@ -107,13 +109,24 @@ async def _set_up_and_prove(settings: Settings, store: StoreSettings) -> Mooncak
     ) as fields:
         check_device(store)
         await _check_local_hostname(store)
-        await reach_master(store.master_address, JOIN_DEADLINE_S)
-        if settings.exit_guard:
-            PROCESS_GUARD.arm(settings.shutdown_deadline_s)
-        pool = set_up_store(store)
+        remove_at_exit()
+        lent = await _claim_segments(store)
+        fields["segment_memory"] = "private" if lent is None else lent.kind
+        try:
+            await reach_master(store.master_address, JOIN_DEADLINE_S)
+            if settings.exit_guard:
+                PROCESS_GUARD.arm(settings.shutdown_deadline_s)
+            pool = set_up_store(store, lent)
+        except BaseException:
+            if lent is not None:
+                lent.remove()
+            raise
         PROCESS_GUARD.hold(pool)
         try:
             fields["data_path"] = await prove_data_path(pool, settings.namespace, store)
+            if lent is not None:
+                await anyio.to_thread.run_sync(publish_segments, pool, lent, settings.namespace)
+                lent.touch()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 joined = _Joined(pool, settings.pool, captured=False)
@@ -125,18 +138,51 @@ async def _set_up_and_prove(settings: Settings, store: StoreSettings) -> Mooncak
 async def _join_again(settings: Settings, joined: _Joined) -> None:
     """The client is there already. Its master must answer, as it must whoever joins first."""
     await reach_master(joined.pool.address, JOIN_DEADLINE_S)
+    if joined.pool.lent is not None:
+        joined.pool.lent.touch()  # Whoever was about to close the client stopped it.
     if settings.exit_guard:
         PROCESS_GUARD.arm(settings.shutdown_deadline_s)
     emit(POOL_SHARED, pool=settings.pool, master_address=joined.pool.address, segment_bytes=settings.store.segment_bytes)
 
 
-def set_up_store(store: StoreSettings) -> MooncakePool:
-    """Set a client up. Raises PoolError with the address and what usually is the cause."""
-    client = load_client_module().MooncakeDistributedStore()
+async def _claim_segments(store: StoreSettings) -> LentSegments | None:
+    """Files for what this process lends; None where it is to be memory of the store's client.
+
+    Raises PoolError where shared memory cannot hold them and the settings ask for it. **Cancellation:** nothing is left.
+    """
+    if not store.segment_bytes or store.segment_memory == "private":
+        return None
+    lent = LentSegments(store)
+    try:
+        _check_client_mounts_files()
+        await anyio.to_thread.run_sync(lent.claim)
+    except PoolError as error:
+        if store.segment_memory != "auto":
+            raise
+        emit(SEGMENT_PRIVATE, segment_bytes=store.segment_bytes, reason=str(error))
+        return None
+    except BaseException:
+        lent.remove()
+        raise
+    return lent
+
+
+def _check_client_mounts_files() -> None:
+    if not hasattr(load_client_module().MooncakeDistributedStore, "mount_segment"):
+        raise PoolError(f"the store's client ({_client_version()}) is too old to mount files as segments: it takes 0.3.13")
+
+
+def set_up_store(store: StoreSettings, lent: LentSegments | None = None) -> MooncakePool:
+    """Set a client up. Raises PoolError with the address and what usually is the cause.
+
+    `lent`: files that it lends; without them it allocates the segment itself.
+    """
+    module = load_client_module()
+    client = module.MooncakeDistributedStore()
     code = client.setup(
         store.local_hostname,
         store.metadata_server,
-        store.segment_bytes,
+        store.segment_bytes if lent is None else 0,
         store.local_buffer_bytes,
         store.protocol,
         store.device_name,
@@ -149,7 +195,24 @@ def set_up_store(store: StoreSettings) -> MooncakePool:
             "segment does not fit in memory (store.segment_bytes), there is no such protocol or device here (store.protocol, "
             "store.device_name), or client and master are of versions that do not work together. The client told stderr why."
         )
-    return MooncakePool(client, store.master_address, protocol=store.protocol, after_call=CLIENT_LOG.read)
+    if lent is not None:
+        try:
+            lent.mount(client)
+        except BaseException:
+            client.close()
+            raise
+    own_first = None
+    if store.segment_bytes:
+        own_first = module.ReplicateConfig()
+        own_first.preferred_segment = client.get_hostname()
+    return MooncakePool(
+        client,
+        store.master_address,
+        protocol=store.protocol,
+        after_call=CLIENT_LOG.read,
+        own_first=own_first,
+        lent=lent,
+    )
 
 
 async def _check_local_hostname(store: StoreSettings) -> None:
@@ -169,7 +232,12 @@ async def _check_local_hostname(store: StoreSettings) -> None:
 
 
 async def _may_close(joined: _Joined) -> bool:
-    """Whether the master answers: without it, closing would hold the interpreter lock for up to a minute."""
+    """Whether the master answers: without it, closing would hold the interpreter lock for up to a minute.
+
+    And whether nothing touches the segments any more, which closing unmaps.
+    """
+    if joined.pool.lent is not None and not await anyio.to_thread.run_sync(joined.pool.lent.stop):
+        return False
     try:
         await reach_master(joined.pool.address, LEAVE_DEADLINE_S)
     except PoolError:

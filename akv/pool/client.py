@@ -25,8 +25,14 @@ class StoreClient(Protocol):
     def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
         """The value's size for each key that was read."""
 
-    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
-        """0 for each key that was accepted."""
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: Any = ...) -> Any:
+        """0 for each key that was accepted. `config`: a `ReplicateConfig`."""
+
+    def batch_get_replica_desc(self, keys: list[str]) -> Any:
+        """Where the values of those keys lie that are there, by key."""
+
+    def mount_segment(self, path: str, size: int, offset: int, protocol: str, location: str) -> Any:
+        """Lend a file: `ret` is 0 if it is mounted."""
 
     def batch_remove(self, keys: list[str], force: bool) -> Any:
         """0 for each key that was removed; `force` takes no notice of leases."""
@@ -39,6 +45,9 @@ class StoreClient(Protocol):
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         """0 if it cannot use it any more."""
+
+    def get_hostname(self) -> str:
+        """The name under which the master knows this process's segments."""
 
     def close(self) -> int:
         """Nothing may be called afterwards."""

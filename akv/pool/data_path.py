@@ -35,7 +35,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 DataPath = Literal["proved", "no_room"]
 
 
-class _Value:
+class ProbeValue:
     """Registered memory for a value that goes out, and for the one that comes back."""
 
     def __init__(self) -> None:
@@ -43,19 +43,27 @@ class _Value:
 
     @property
     def address(self) -> int:
+        """Where it begins."""
         return ctypes.addressof(self._bytes)
 
     @property
     def nbytes(self) -> int:
+        """Twice the value."""
         return 2 * VALUE_BYTES
 
     def view(self) -> memoryview:
+        """What goes out, and behind it what comes back."""
         return memoryview(self._bytes).cast("B")
 
     @property
     def is_back(self) -> bool:
         """Whether what came back is what went out."""
         return self._bytes[:VALUE_BYTES] == self._bytes[VALUE_BYTES:]
+
+
+def probe_key(namespace: str) -> str:
+    """A key that no page and no other process has."""
+    return f"{escape(namespace)}/probe/{secrets.token_hex(16)}"
 
 
 def check_device(store: StoreSettings, devices: Path = RDMA_DEVICES) -> None:
@@ -84,12 +92,12 @@ async def prove_data_path(pool: MooncakePool, namespace: str, store: StoreSettin
     Raises PoolError (fault of the deployment) with the code and what usually is the cause. **Cancellation:** takes effect
     after the call that is under way; nothing stays registered or stored.
     """
-    value = _Value()
+    value = ProbeValue()
     pool.register(value)
     began = anyio.current_time()
     try:
         for _ in range(ATTEMPTS):
-            key = f"{escape(namespace)}/probe/{secrets.token_hex(16)}"
+            key = probe_key(namespace)
             step, answer = await anyio.to_thread.run_sync(_round_trip, pool, value, key)
             if answer.state is KeyState.OK:
                 return "proved"
@@ -109,9 +117,10 @@ async def prove_data_path(pool: MooncakePool, namespace: str, store: StoreSettin
     )
 
 
-def _round_trip(pool: MooncakePool, value: _Value, key: str) -> tuple[str, KeyAnswer]:
+def _round_trip(pool: MooncakePool, value: ProbeValue, key: str) -> tuple[str, KeyAnswer]:
     """The step that failed and its answer; or the last step and OK."""
-    (answer,) = pool.put([key], value, [0], [VALUE_BYTES])
+    # Anywhere: with the own segment preferred, nothing would be proved about the others.
+    (answer,) = pool.put_anywhere([key], value, [0], [VALUE_BYTES])
     if answer.state is not KeyState.OK:
         return "put", answer
     (answer,) = pool.get([key], value, [VALUE_BYTES], [VALUE_BYTES])

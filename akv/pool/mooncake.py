@@ -18,10 +18,13 @@ from akv.errors import NotOpenError, PoolError
 from akv.pool.client import StoreClient
 from akv.pool.codes import probe_answer, put_answer, read_codes, read_sizes, remove_answer
 from akv.pool.exit_guard import PROCESS_GUARD
+from akv.pool.replicas import read_replicas
+from akv.pool.segments import LentSegments
 from akv.pool.transfers import PROCESS_BUDGET, TransferBudget
 from akv.pool.trouble import TroubleLog
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState
+from akv.values.segments import Replica
 
 #: Keys in one call of the client that moves pages, at most. With 256 pages the call's own cost (0.2 ms) vanishes, and other
 #: calls find room beside it in the budget of transfers.
@@ -42,6 +45,8 @@ class MooncakePool:
 
     `protocol`: of the store's transport, which decides what `lets_go_at_return` says; one that is not known says no.
     `after_call`: run on the calling thread after each call of the client; it reads the client's log.
+    `own_first`: what tells the client that a value is to go to this process's own segment, as long as that has room (R5).
+    `lent`: segments that go with the client.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class MooncakePool:
         budget: TransferBudget = PROCESS_BUDGET,
         trouble: TroubleLog | None = None,
         after_call: Callable[[], object] = lambda: None,
+        own_first: object = None,
+        lent: LentSegments | None = None,
     ) -> None:
         self._client = client
         #: The master's address, for errors and logs.
@@ -61,6 +68,9 @@ class MooncakePool:
         self._budget = budget
         self._trouble = TroubleLog() if trouble is None else trouble
         self._after_call = after_call
+        self._own_first = own_first
+        #: What this process lends in files, if anything.
+        self.lent = lent
         self._lock = threading.Lock()
         self._calls_running = 0
         self._closed = False
@@ -108,15 +118,34 @@ class MooncakePool:
             return self._reported("get", time.monotonic(), self._in_parts(len(keys), transfer))
 
     def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
-        """Store each piece under its key. A key listed twice is stored once, its first piece, and answered alike (S5)."""
+        """Store each piece under its key. A key listed twice is stored once, its first piece, and answered alike (S5).
+
+        Own memory first, where this process lends any: a hit here is then a copy within this machine (R5).
+        """
         if len(set(keys)) < len(keys):
             return self._put_each_once(keys, buffer, offsets, sizes)
+        return self._put(keys, buffer, offsets, sizes, () if self._own_first is None else (self._own_first,))
+
+    def put_anywhere(
+        self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> list[KeyAnswer]:
+        """As `put`, of distinct keys, to whatever memory of the pool the master picks."""
+        return self._put(keys, buffer, offsets, sizes, ())
+
+    def _put(
+        self,
+        keys: Sequence[str],
+        buffer: HostBuffer,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        config: tuple[()] | tuple[object],
+    ) -> list[KeyAnswer]:
         with self._calling() as client:
             pointers = self._pointers(keys, buffer, offsets, sizes)
 
             def transfer(part: slice) -> list[KeyAnswer]:
                 chosen = _listed(keys[part])
-                raw = _ask(client.batch_put_from, chosen, pointers[part], _listed(sizes[part]))
+                raw = _ask(client.batch_put_from, chosen, pointers[part], _listed(sizes[part]), *config)
                 return read_codes(raw, len(chosen), put_answer)
 
             return self._reported("put", time.monotonic(), self._in_parts(len(keys), transfer))
@@ -134,6 +163,11 @@ class MooncakePool:
         answers = self.put(list(first), buffer, [offsets[index] for index in order], [sizes[index] for index in order])
         answered = dict(zip(first, answers, strict=True))
         return [answered[key] for key in keys]
+
+    def describe(self, keys: Sequence[str]) -> list[Replica | None]:
+        """Say where each key's value lies in memory, and protect it for a lease; None for a key without one there."""
+        with self._calling() as client:
+            return read_replicas(_ask(client.batch_get_replica_desc, _listed(keys)), keys) if keys else []
 
     def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
         """Take values out of the pool, leased or not, whoever put them: one answer per key, in order."""
@@ -192,10 +226,14 @@ class MooncakePool:
                 return
             if self._calls_running:
                 raise PoolError(f"{self._calls_running} store calls are running: closing beside them would crash the process")
+            if self.lent is not None and not self.lent.stop():
+                raise PoolError("a thread touches the segment's memory still: unmapping it would crash the process")
             self._closed = True
         self._trouble.flush()
         self._client.close()
         self._buffers.clear()
+        if self.lent is not None:
+            self.lent.remove()
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[StoreClient]:

@@ -48,6 +48,16 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metadata_server: Name = "P2PHANDSHAKE"
     #: Bytes of memory that this process lends to the pool. 0 for none, else at least 16 MiB: the store mounts nothing smaller.
     segment_bytes: Size = _GIB
+    #: What that memory is. "memfd": files without a name, which other processes of this user on this machine read in place,
+    #: and which nobody can truncate. "file": files in `shared_memory_dir`, for readers that need a path. "private": what the
+    #: store's client allocates, and reads alone. The first two are allocated whole, from the start. "auto" is "memfd" where
+    #: there is room, and else "private", told by akv.segment.private.
+    segment_memory: Literal["auto", "memfd", "file", "private"] = "auto"
+    #: Bytes of one segment, at most. A process lends as many as `segment_bytes` takes. At least 32 MiB.
+    segment_file_bytes: Annotated[int, msgspec.Meta(ge=2 * SMALLEST_SEGMENT_BYTES, le=_LARGEST)] = _GIB
+    #: A directory in shared memory. In `akv-USERID` there, processes register the segments that they lend, and with "file"
+    #: hold them. Processes with another one do not find each other's segments, and read them through the store's client.
+    shared_memory_dir: Name = "/dev/shm"  # noqa: S108 - only a directory of our own is used there
     #: Bytes of the store client's own scratch memory. Pages never pass through it, so little is enough.
     local_buffer_bytes: Size = 16 * _MIB
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import akv.pool
-from akv.pool import MooncakePool
+from akv.pool import LentSegments, MooncakePool
 from akv.settings import StoreSettings
 
 #: What the client answers where the transfer from the holder of a page failed.
@@ -19,8 +19,8 @@ class FailingGets:
         self.failed = 0
         set_up = akv.pool.set_up_store
 
-        def wrapped(store: StoreSettings) -> MooncakePool:
-            pool = set_up(store)
+        def wrapped(store: StoreSettings, lent: LentSegments | None = None) -> MooncakePool:
+            pool = set_up(store, lent)
             # The one place between akv and the real client.
             pool._client = _Client(pool._client, self)
             return pool

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,9 +53,17 @@ class MemoryClient:
         #: The names and first keys of the calls.
         self.calls: list[tuple[str, str]] = []
         self.buffers: dict[int, int] = {}
+        #: Of each put, the segment that was to take it.
+        self.preferred: list[str] = []
         self.setup_code = 0
         self.setup_arguments: tuple[object, ...] | None = None
         self.closes = 0
+
+    def ReplicateConfig(self) -> SimpleNamespace:
+        return SimpleNamespace(preferred_segment="")
+
+    def get_hostname(self) -> str:
+        return "here:1"
 
     def MooncakeDistributedStore(self) -> "MemoryClient":
         """The module and its class in one."""
@@ -62,7 +73,8 @@ class MemoryClient:
         self.setup_arguments = arguments
         return self.setup_code
 
-    def batch_put_from(self, keys: list[str], pointers: list[int], sizes: list[int]) -> list[int]:
+    def batch_put_from(self, keys: list[str], pointers: list[int], sizes: list[int], config: Any = None) -> list[int]:
+        self.preferred.append("" if config is None else config.preferred_segment)
         pieces = zip(keys, pointers, sizes, strict=True)
         return [self._answer("put", key, partial(self._put, key, pointer, size)) for key, pointer, size in pieces]
 
@@ -128,6 +140,13 @@ def events(caplog: pytest.LogCaptureFixture) -> Callable[..., list[dict[str, Any
         return [one for one in said if fields.items() <= one.items()]
 
     return of
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory in shared memory, of this test alone."""
+    with TemporaryDirectory(prefix="akv-test-", dir="/dev/shm") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,17 @@ class ScriptedClient:
     def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
         return self._record(keys, buffer_ptrs, sizes)
 
-    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> Any:
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int], config: Any = None) -> Any:
         return self._record(keys, buffer_ptrs, sizes)
+
+    def batch_get_replica_desc(self, keys: list[str]) -> Any:
+        return self._record(keys, [], [])
+
+    def mount_segment(self, path: str, size: int, offset: int, protocol: str, location: str) -> Any:
+        return {"ret": -1}
+
+    def get_hostname(self) -> str:
+        return ""
 
     def batch_remove(self, keys: list[str], force: bool) -> Any:
         assert force

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -35,6 +36,9 @@ class Clients:
     def MooncakeDistributedStore(self) -> Any:
         self.made.append(self._made())
         return self.made[-1]
+
+    def ReplicateConfig(self) -> SimpleNamespace:
+        return SimpleNamespace(preferred_segment="")
 
     @property
     def open(self) -> int:

@@ -1,0 +1,83 @@
+"""Whether the process that a file names as its owner still lives, and what it has mapped where: facts from /proc.
+
+A process id alone says little: ids are used again, they begin anew with each boot, and in another container they mean another
+process. So an owner is an id with the moment of its start, the boot, and the namespace that its id belongs to.
+"""
+
+import os
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from akv.values.segments import SegmentEntry
+
+_PROC = Path("/proc")
+#: Fields of /proc/PID/stat behind the command's name, from 0: the state, and the start in clock ticks since boot.
+_STATE, _STARTED = 0, 19
+#: A process that ended, memory and all, and was not waited for yet.
+_GONE = frozenset("ZXx")
+
+
+class Liveness(StrEnum):
+    """What can be known of an owner."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    #: It lives, or lived, in another namespace of process ids.
+    UNKNOWN = "unknown"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """A process, for good: no other one is ever equal."""
+
+    pid: int
+    started: int
+    pid_namespace: int
+    boot_id: str
+
+
+def this_process() -> Owner:
+    """The one that asks."""
+    pid = os.getpid()
+    return Owner(pid, _stat_of(pid)[1], _own_namespace(), _boot_id())
+
+
+def liveness(entry: SegmentEntry) -> Liveness:
+    """Whether the owner of an entry lives."""
+    if entry.boot_id != _boot_id():
+        return Liveness.DEAD
+    if entry.pid_namespace != _own_namespace():
+        return Liveness.UNKNOWN
+    try:
+        state, started = _stat_of(entry.owner_pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return Liveness.DEAD
+    except PermissionError:
+        return Liveness.UNKNOWN
+    return Liveness.DEAD if state in _GONE or started != entry.owner_started else Liveness.ALIVE
+
+
+def mapped_at(pid: int, file: os.stat_result) -> list[int]:
+    """Where a process has a file mapped from its beginning. Raises OSError where that cannot be seen."""
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    found = []
+    for line in (_PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        addresses, _, offset, at, inode = line.split(maxsplit=5)[:5]
+        if (at, int(inode), int(offset, 16)) == (device, file.st_ino, 0):
+            found.append(int(addresses.partition("-")[0], 16))
+    return found
+
+
+def _stat_of(pid: int) -> tuple[str, int]:
+    # The command's name stands in parentheses and may hold any character, those two included.
+    fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return fields[_STATE], int(fields[_STARTED])
+
+
+def _own_namespace() -> int:
+    return (_PROC / "self/ns/pid").stat().st_ino
+
+
+def _boot_id() -> str:
+    return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
