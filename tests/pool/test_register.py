@@ -183,6 +183,10 @@ LIES: dict[str, tuple[EntryFault, Callable[[Lender, SegmentEntry], object]]] = {
         lambda lender, entry: lender.rewrite(entry, path=f"/proc/{entry.owner_pid}/fd/../../1/fd/1"),
     ),
     "a segment that is a link": (EntryFault.LINK, _segment_linked),
+    "a segment with two names": (
+        EntryFault.LINK,
+        lambda lender, entry: os.link(entry.path, lender.directory.parent / "second"),
+    ),
     "a segment that others may read": (EntryFault.SEGMENT_READABLE_BY_OTHERS, lambda _, entry: Path(entry.path).chmod(0o640)),
     "no segment": (EntryFault.SEGMENT_MISSING, lambda _, entry: Path(entry.path).unlink()),
     "too large a size": (EntryFault.SIZE, lambda lender, entry: lender.rewrite(entry, size=SIZE + mmap.PAGESIZE)),
@@ -248,8 +252,9 @@ def test_where_there_is_no_register_nothing_is_lent(shm: Path) -> None:
         open_register(shm / "nowhere" / "akv-0")
 
 
-def test_R3_a_claim_is_neither_used_nor_removed(lender: Lender) -> None:
-    claim = lender.rewrite(lender.lend(), base=0, endpoint="")
+@pytest.mark.parametrize("missing", [{"base": 0}, {"endpoint": ""}, {"base": 0, "endpoint": ""}])
+def test_R3_a_claim_is_neither_used_nor_removed(missing: dict[str, Any], lender: Lender) -> None:
+    claim = lender.rewrite(lender.lend(), **missing)
     found = read_register(lender.directory)
     assert (found.usable, found.claims, found.stale, found.refused) == ((), (claim,), (), ())
 

@@ -33,8 +33,8 @@ class Module:
     def __init__(self, base: type) -> None:
         self.made: list[Any] = []
         self.mount_code = 0
-        #: Where values land instead of the own segment.
-        self.elsewhere = False
+        #: Where values land instead of the own segment: "nowhere", in "another" process, there at an address of "ours", too.
+        self.elsewhere = ""
         module = self
 
         class LendingClient(base):  # type: ignore[misc]
@@ -52,10 +52,11 @@ class Module:
                 return {"ret": 0, "segment_ids": ["1"]}
 
             def _put(self, key: str, pointer: int, size: int) -> int:
-                if self.mounted and not module.elsewhere:
+                if self.mounted and module.elsewhere != "nowhere":
                     where = ctypes.addressof(ctypes.c_char.from_buffer(self.mounted[0][2])) + 64 * len(self.places)
-                    ctypes.memmove(where, pointer, size)
-                    self.places[key] = (where, size)
+                    if not module.elsewhere:
+                        ctypes.memmove(where, pointer, size)
+                    self.places[key] = (pointer if module.elsewhere == "another" else where, size)
                 return int(super()._put(key, pointer, size))
 
             def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
@@ -248,10 +249,11 @@ async def test_a_mount_that_fails_is_an_error_and_leaves_nothing(module: Module,
     assert names_in(register_directory(settings().store)) == []
 
 
+@pytest.mark.parametrize("elsewhere", ["nowhere", "another", "ours"])
 async def test_R4_where_values_land_elsewhere_nothing_is_published_and_it_is_told(
-    module: Module, settings: Callable[..., Settings], events: Events
+    elsewhere: str, module: Module, settings: Callable[..., Settings], events: Events
 ) -> None:
-    module.elsewhere = True
+    module.elsewhere = elsewhere
     async with open_pool(settings()) as pool:
         found = read_register(register_directory(settings().store))
         assert (len(found.claims), found.usable) == (3, ())
@@ -281,15 +283,35 @@ async def test_O8_connectors_that_share_a_client_lend_once_and_whoever_comes_lat
     monkeypatch.setattr(touching, "populate", slow)
     async with open_pool(settings()) as pool:
         assert began.wait(10)
-        gate.set()
         async with open_pool(settings(namespace="n")) as other:
             assert other is pool
             assert len(lent_segments(settings().store)) == 3
-        assert pool.lent is not None
         # As if the last one had been about to leave.
-        pool.lent.stop()
+        assert pool.lent is not None
+        assert not pool.lent.stop(0.0)
+        gate.set()
+        assert pool.lent.stop()
+        assert pool.lent.untouched_bytes
         async with open_pool(settings(namespace="n")):
             await touched(pool.lent)
+
+
+async def test_O6_the_end_of_the_process_waits_for_the_thread_that_touches(
+    module: Module, settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, began = threading.Event(), threading.Event()
+
+    def slow(*arguments: int) -> None:
+        began.set()
+        gate.wait(0.02)
+
+    monkeypatch.setattr(touching, "populate", slow)
+    async with open_pool(settings()) as pool:
+        assert began.wait(10)
+        segments._at_exit()
+        assert not [thread for thread in threading.enumerate() if thread.name == "akv-touch"]
+        assert lent_segments(settings().store) == []
+        pool.probe(["a"])
 
 
 async def test_O6_beside_a_thread_that_touches_nothing_is_closed_or_unmapped(
