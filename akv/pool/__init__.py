@@ -23,7 +23,7 @@ from akv.pool.exit_guard import PROCESS_GUARD
 from akv.pool.mooncake import MooncakePool
 from akv.pool.own_endpoint import publish_segments
 from akv.pool.reach import reach_master
-from akv.pool.segments import LentSegments, remove_at_exit
+from akv.pool.segments import LentSegments, NotMounted, remove_at_exit
 from akv.pool.shared import ClientLife, shared_client
 from akv.pool.threads import ThreadRunner
 from akv.pool.transfers import PROCESS_BUDGET, entries_allowed
@@ -111,16 +111,17 @@ async def _set_up_and_prove(settings: Settings, store: StoreSettings) -> Mooncak
         await _check_local_hostname(store)
         remove_at_exit()
         lent = await _claim_segments(store)
-        fields["segment_memory"] = "private" if lent is None else lent.kind
         try:
             await reach_master(store.master_address, JOIN_DEADLINE_S)
             if settings.exit_guard:
                 PROCESS_GUARD.arm(settings.shutdown_deadline_s)
-            pool = set_up_store(store, lent)
+            pool = _set_up_as_allowed(store, lent)
         except BaseException:
             if lent is not None:
                 lent.remove()
             raise
+        lent = pool.lent
+        fields["segment_memory"] = "private" if lent is None else lent.kind
         PROCESS_GUARD.hold(pool)
         try:
             fields["data_path"] = await prove_data_path(pool, settings.namespace, store)
@@ -170,6 +171,18 @@ async def _claim_segments(store: StoreSettings) -> LentSegments | None:
 def _check_client_mounts_files() -> None:
     if not hasattr(load_client_module().MooncakeDistributedStore, "mount_segment"):
         raise PoolError(f"the store's client ({_client_version()}) is too old to mount files as segments: it takes 0.3.13")
+
+
+def _set_up_as_allowed(store: StoreSettings, lent: LentSegments | None) -> MooncakePool:
+    """As `set_up_store`; where the client does not take files, and the settings do not insist, without them."""
+    try:
+        return set_up_store(store, lent)
+    except NotMounted as error:
+        if lent is None or store.segment_memory != "auto":
+            raise
+        lent.remove()
+        emit(SEGMENT_PRIVATE, segment_bytes=store.segment_bytes, reason=str(error))
+        return set_up_store(store)
 
 
 def set_up_store(store: StoreSettings, lent: LentSegments | None = None) -> MooncakePool:

@@ -37,6 +37,10 @@ from akv.values.segments import SegmentEntry
 STOP_DEADLINE_S = 2.0
 
 
+class NotMounted(PoolError):
+    """The store's client did not take a file as a segment."""
+
+
 class LentSegments:
     """Files that this process lends, from `claim()` to `remove()`. In between: `mount()`, `publish()`, `touch()`.
 
@@ -97,18 +101,19 @@ class LentSegments:
                 self._remove()
 
     def mount(self, client: StoreClient) -> None:
-        """Mount the files, in milliseconds. Raises PoolError; closing the client unmounts what was mounted."""
+        """Mount the files, in milliseconds. Raises NotMounted; closing the client unmounts what was mounted."""
         for index, (entry, descriptor) in enumerate(self._lent):
             answer = client.mount_segment(entry.path, entry.size, 0, self._store.protocol, "")
             code = answer.get("ret") if isinstance(answer, dict) else answer
-            bases = mapped_at(self._pid, os.fstat(descriptor)) if code == 0 else []
-            if len(bases) != 1:
-                raise PoolError(
-                    f"the store did not mount a segment of {entry.size} bytes in shared memory (code {code}, mapped "
-                    f"{len(bases)} times). Set store.segment_memory to 'private' to lend what the store allocates itself. "
-                    "The client told stderr why."
+            if code != 0:
+                raise NotMounted(
+                    f"the store did not mount a segment of {entry.size} bytes in shared memory (code {code}). Set "
+                    "store.segment_memory to 'private' to lend what the store allocates itself. The client told stderr why."
                 )
-            self._lent[index] = (msgspec.structs.replace(entry, base=bases[0]), descriptor)
+            bases = mapped_at(self._pid, os.fstat(descriptor))
+            # A kernel that does not show it well is no reason not to lend. Without its base nobody reads it in place.
+            base = bases[0] if len(bases) == 1 else 0
+            self._lent[index] = (msgspec.structs.replace(entry, base=base), descriptor)
 
     def publish(self, endpoint: str) -> None:
         """Tell other processes where the segments are. `endpoint`: how the pool's descriptors name this process."""
@@ -125,7 +130,7 @@ class LentSegments:
     def touch(self) -> None:
         """Begin to touch the segments, or go on with it. Returns at once."""
         if self._touching is None:
-            self._touching = Touching((entry.base, entry.size, descriptor) for entry, descriptor in self._lent)
+            self._touching = Touching((entry.base, entry.size, descriptor) for entry, descriptor in self._lent if entry.base)
         self._touching.start()
 
     def stop(self, deadline_s: float = STOP_DEADLINE_S) -> bool:

@@ -249,6 +249,30 @@ async def test_a_mount_that_fails_is_an_error_and_leaves_nothing(module: Module,
     assert names_in(register_directory(settings().store)) == []
 
 
+async def test_by_default_a_mount_that_fails_means_private_memory_and_is_told(
+    module: Module, settings: Callable[..., Settings], events: Events
+) -> None:
+    module.mount_code = -1
+    async with open_pool(settings("auto")) as pool:
+        assert pool.lent is None
+        assert [client.closes for client in module.made] == [1, 0]
+        assert [client.setup_arguments[2] for client in module.made] == [0, 65 * MIB]
+        assert names_in(register_directory(settings().store)) == []
+    assert "code -1" in events("akv.segment.private")[0]["reason"]
+    assert events("akv.pool.open", phase="end")[0]["segment_memory"] == "private"
+
+
+async def test_R3_where_the_kernel_does_not_tell_what_is_mapped_segments_are_lent_and_not_published(
+    module: Module, settings: Callable[..., Settings], events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "mapped_at", lambda pid, file: [])
+    async with open_pool(settings()) as pool:
+        assert len(module.made[0].mounted) == 3
+        assert lent_segments(settings().store) == []
+        await touched(pool.lent)
+    assert events("akv.segment.unpublished") == [{"segments": 3}]
+
+
 @pytest.mark.parametrize("elsewhere", ["nowhere", "another", "ours"])
 async def test_R4_where_values_land_elsewhere_nothing_is_published_and_it_is_told(
     elsewhere: str, module: Module, settings: Callable[..., Settings], events: Events
