@@ -339,6 +339,8 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
             CallKind.PUT: settings.savers,
             CallKind.COPY: settings.loaders + settings.savers,
             CallKind.SNAPSHOT: 1,
+            CallKind.DESCRIBE: settings.loaders,
+            CallKind.MAP: 1,
         }
     )
     async with open_pool(settings) as pool:

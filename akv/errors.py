@@ -91,6 +91,12 @@ class DeviceError(AkvError):
     """
 
 
+class SegmentUnusable(AkvError):
+    """A segment of this host is not read directly: its file is not what the register says. At fault: whoever wrote the entry,
+    or changed the file. Its pages are staged.
+    """
+
+
 class LoadEnded(AkvError):
     """Base of the two ways in which `Load.wait()` ends without the pages being filled.
 

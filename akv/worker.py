@@ -15,9 +15,11 @@ from anyio.lowlevel import checkpoint
 from akv import observe
 from akv.errors import PoolError, SettingsError
 from akv.flow.calls import CallDesk
+from akv.flow.copying import report_load
 from akv.flow.gate import PoolGate
-from akv.flow.load import load, report_load
+from akv.flow.load import load
 from akv.flow.parts import WorkerParts
+from akv.flow.reads import DirectReads
 from akv.flow.save import save
 from akv.flow.snapshot import Ring, RingNews, Snapshot, take_snapshots
 from akv.flow.staging import Staging
@@ -28,6 +30,7 @@ from akv.ownership.slots import SlotPool
 from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.breaker import NOT_ASKED
+from akv.plan.direct import off_by_settings
 from akv.plan.integrity import trailer_bytes
 from akv.plan.keys import KeySpace
 from akv.plan.ring import ring_slots
@@ -38,6 +41,7 @@ from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
 from akv.services.lanes import Lanes
 from akv.services.poller import StreamPoller
 from akv.services.reporter import TransferReporter
+from akv.services.scout import SegmentScout
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
@@ -77,6 +81,7 @@ class WorkerHalf:
         self._desk = desk
         self._tell_scheduler = report
         page_bytes = tuple(group.bytes_per_page for group in layout.groups)
+        self._scout = SegmentScout(ports, desk.run, off_by_settings(settings))
         #: Filled when it opens: before that nothing moves.
         self._regions: list[HostRegion | None] = [None] * len(layout.groups)
         self._parts = WorkerParts(
@@ -94,6 +99,7 @@ class WorkerHalf:
             lease_s=settings.lease_s,
             probe_chunk=settings.probe_chunk,
             gate=gate,
+            reads=DirectReads(segments=self._scout.segments, off=self._scout.off, look=self._scout.look),
         )
         #: Those of a load or a save are taken when it begins, so a reset changes no name of what is under way (K8).
         self._loads = Lanes(self._parts.reservations.next)
@@ -123,6 +129,8 @@ class WorkerHalf:
         keeps = self._capabilities.keeps_quarantined_pages and not self._trailer_bytes
         if keeps and self._ports.pool.lets_go_at_return:
             await self._reach_pages()
+        if self._scout.off is None:
+            await start(self._scout.run)
         for index in range(self._settings.loaders):
             stream = self._ports.device.open_stream(f"akv-load-{index}")
             await start(partial(self._loads.run, partial(self._load, loading, stream)))
@@ -246,6 +254,7 @@ class WorkerHalf:
             breaker=breaker,
             degraded=degraded,
             unsaved_blocks=unsaved_blocks,
+            reads=self._reporter.reads(self._scout.segments),
         )
 
     def withdraw(self, message: Withdrawal) -> None:
@@ -280,6 +289,7 @@ class WorkerHalf:
                 observe.emit(observe.MEMORY_KEPT, bytes=buffer.nbytes, error=error)
         self._registered.clear()
         self.stagings.clear()
+        self._scout.segments.clear()
 
     async def _register(self, buffer: HostBuffer) -> None:
         # On the list first: an opening that is cancelled in between leaves nothing registered.

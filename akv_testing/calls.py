@@ -30,6 +30,8 @@ DEFAULT_LIMITS: Mapping[CallKind, int] = {
     CallKind.PUT: 1,
     CallKind.COPY: 3,
     CallKind.SNAPSHOT: 1,
+    CallKind.DESCRIBE: 2,
+    CallKind.MAP: 1,
 }
 
 
@@ -41,6 +43,8 @@ class Latency:
     get_s: float = 0.0
     put_s: float = 0.0
     copy_s: float = 0.0
+    describe_s: float = 0.0
+    map_s: float = 0.0
     #: As `copy_s` if None.
     snapshot_s: float | None = None
     per_key_s: float = 0.0
@@ -54,6 +58,8 @@ class Latency:
             CallKind.PUT: self.put_s,
             CallKind.COPY: self.copy_s,
             CallKind.SNAPSHOT: self.copy_s if self.snapshot_s is None else self.snapshot_s,
+            CallKind.DESCRIBE: self.describe_s,
+            CallKind.MAP: self.map_s,
         }
         return base[kind] + size.keys * self.per_key_s + size.bytes * self.per_byte_s
 

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from akv.errors import NotOpenError
 from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
+from akv.ports.segments import SegmentFile
 from akv.values.layout import Layout
 from akv_testing.copy_script import CopyKind, CopyRecord, CopyScript
 from akv_testing.errors import MisuseError
 from akv_testing.memory import FakeDeviceBuffer, FakeHostBuffer, FakePageBuffer, Piece
 from akv_testing.races import Actors
+from akv_testing.segments import FakeSegmentBuffer, FakeSegmentFile
 from akv_testing.timeline import FakeEvent, FakeStream, Timeline, Work, WorkKind
 
 #: What the destination of a copy or kernel holds while it runs, and keeps if it fails.
@@ -92,6 +94,14 @@ class FakeDevice:
         self._buffers += 1
         name = f"host buffer {self._buffers}"
         return FakeHostBuffer(nbytes, name=name, host=self._actors.host, settle=self._timeline.settle)
+
+    def map_segment(self, file: SegmentFile) -> FakeSegmentBuffer:
+        """As the port says."""
+        self._check_open()
+        if not isinstance(file, FakeSegmentFile):
+            raise MisuseError(f"{file!r} is no file of a fake host")
+        self._buffers += 1
+        return FakeSegmentBuffer(file.segment, name=f"segment {self._buffers}")
 
     def open_stream(self, name: str) -> FakeStream:
         """As the port says. Streams of one name are different streams."""
@@ -263,6 +273,8 @@ class FakeDevice:
         fence = self._own(after)
         self._check_copy(kind, group, pages, memory, offsets)
         scripted = self.script.next_copy(kind)
+        if isinstance(memory, FakeSegmentBuffer):
+            scripted = memory.watched(scripted, offsets, self.layout.groups[group].bytes_per_page)
         self.copies.append(CopyRecord(kind, stream.name, group, tuple(pages), tuple(offsets), self._now()))
         in_cache, in_memory = self._page_pieces(group, pages), self._memory_pieces(group, memory, offsets)
         sources, targets = (in_memory, in_cache) if kind == "scatter" else (in_cache, in_memory)
@@ -313,6 +325,8 @@ class FakeDevice:
     def _own_memory(kind: CopyKind, stream: CopyStream, buffer: HostBuffer) -> tuple[FakeStream, FakeHostBuffer]:
         if not isinstance(stream, FakeStream) or not isinstance(buffer, FakeHostBuffer):
             raise MisuseError(f"{kind} on {stream!r} with {buffer!r}: both must come from this device")
+        if isinstance(buffer, FakeSegmentBuffer) and kind != "scatter":
+            raise MisuseError(f"{kind} into {buffer!r}, which is mapped for reading only: on a CPU it would crash the process")
         return stream, buffer
 
     def _check_copy(

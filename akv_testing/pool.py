@@ -15,11 +15,12 @@ from typing import Literal
 from akv.errors import NotOpenError, PoolError
 from akv.ports.device import HostBuffer
 from akv.ports.pool import UNSETTLED, KeyAnswer, KeyState
+from akv.values.segments import Replica
 from akv_testing.errors import MisuseError, UnregisteredBuffer
 from akv_testing.memory import HOST_POISON, FakeHostBuffer
 from akv_testing.store import FakeStore
 
-Operation = Literal["probe", "get", "put", "remove"]
+Operation = Literal["probe", "get", "put", "remove", "describe"]
 
 #: The store's code for each trouble, as the Mooncake client reports it.
 CODES: dict[KeyState, int] = {
@@ -159,6 +160,19 @@ class FakePool:
         answers = self._call("put", keys, lambda index: self._put_one(keys[index], buffer, offsets[index], sizes[index]))
         self._goes_on("put", keys, buffer, offsets, sizes, answers)
         return answers
+
+    def describe(self, keys: Sequence[str]) -> list[Replica | None]:
+        """As the port says. Grants a lease on each key that it names a place of; by script it names none."""
+        places: list[Replica | None] = [None] * len(keys)
+
+        def one(index: int) -> KeyAnswer:
+            scripted = self._scripted("describe", keys[index])
+            if scripted is None:
+                places[index] = self.store.replica(keys[index])
+            return scripted or _answer(KeyState.MISSING if places[index] is None else KeyState.OK)
+
+        self._call("describe", keys, one)
+        return places
 
     def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
         """As the port says."""

@@ -10,6 +10,7 @@ from akv.values.layout import LayerGroup, Layout, Region
 from akv_testing.calls import FakeRunner
 from akv_testing.device import FakeDevice
 from akv_testing.pool import FakePool
+from akv_testing.segments import FakeHost
 from akv_testing.store import FakeStore
 
 
@@ -19,6 +20,7 @@ class FakePorts(Ports, frozen=True, kw_only=True):
     pool: FakePool
     device: FakeDevice
     runner: FakeRunner
+    segments: FakeHost | None = None
 
 
 def tiny_layout(
@@ -55,13 +57,14 @@ def fake_ports(
     latency: Callable[[CallKind, CallSize], float] | None = None,
     name: str = "pool",
     host_pages: bool = False,
+    segments: FakeHost | None = None,
     now: Callable[[], float] = anyio.current_time,
 ) -> FakePorts:
     """A fake pool, device and runner under one clock.
 
     `layout`: `tiny_layout()` by default. `pages`: pages per group, one number for all or one each. `store`: what several
     processes share; a new one of unlimited size by default. `latency`: of the runner's calls; 0 by default. `host_pages`: the
-    store can reach the device's pages, as on a CPU.
+    store can reach the device's pages, as on a CPU. `segments`: what processes of this host lend; nothing by default.
     """
     geometry = tiny_layout() if layout is None else layout
     counts = [pages] * len(geometry.groups) if isinstance(pages, int) else pages
@@ -69,4 +72,5 @@ def fake_ports(
         pool=FakePool(FakeStore(now) if store is None else store, name=name),
         device=FakeDevice(geometry, counts, now, host_pages=host_pages),
         runner=FakeRunner(latency=latency, now=now),
+        segments=segments,
     )

@@ -31,6 +31,7 @@ from akv_testing.calls import FakeRunner, Latency
 from akv_testing.device import FakeDevice
 from akv_testing.pool import FakePool
 from akv_testing.ports import fake_ports, tiny_layout
+from akv_testing.segments import FakeHost
 from akv_testing.store import FakeStore
 
 #: Slots of staging memory in each direction unless a test says otherwise: two loaders get eight each, and move four at a time.
@@ -44,8 +45,8 @@ class FakeServer:
 
     `store`: what several servers share; its own by default. `layout`: two layer groups by default. `pages`: pages per group.
     `slots`: staging slots per direction. `host_pages`: the store can reach the pages itself, and the engine keeps pages that
-    are in quarantine. `capabilities`: what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is
-    about.
+    are in quarantine. `segments`: what processes of its host lend. `capabilities`: what the engine declares otherwise.
+    `settings`: fields of `akv.Settings` that a test is about.
     """
 
     def __init__(
@@ -58,11 +59,14 @@ class FakeServer:
         latency: Latency | None = None,
         name: str = "server",
         host_pages: bool = False,
+        segments: FakeHost | None = None,
         capabilities: EngineCapabilities | None = None,
         **settings: Any,
     ) -> None:
         self.layout = tiny_layout(groups=2) if layout is None else layout
-        self.ports = fake_ports(self.layout, pages=pages, store=store, latency=latency, name=name, host_pages=host_pages)
+        self.ports = fake_ports(
+            self.layout, pages=pages, store=store, latency=latency, name=name, host_pages=host_pages, segments=segments
+        )
         self.capabilities = EngineCapabilities(keeps_quarantined_pages=host_pages) if capabilities is None else capabilities
         self.settings: dict[str, Any] = {
             "model_key": "m",

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from akv.values.segments import Replica
+from akv_testing.segments import FakeSegment
+
 #: How long after a refused put the room is there: eviction runs in the background, and a retry after this mostly works.
 EVICTION_DELAY_S = 0.02
 
@@ -17,6 +20,8 @@ class _Value:
     data: bytes | None
     #: Before this moment nothing evicts it.
     leased_until: float = float("-inf")
+    #: The segment that it lies in, and where; None for memory that no host shares.
+    place: tuple[FakeSegment, int] | None = None
 
 
 class FakeStore:
@@ -44,6 +49,8 @@ class FakeStore:
         self.get_takes_s = 0.0
         #: Guards the store: pools are called from several threads.
         self.lock = threading.RLock()
+        #: Where values are put, the first of these with room; else into memory that no host shares.
+        self.places: list[FakeSegment] = []
         self._capacity = capacity_bytes
         self._mark = None if capacity_bytes is None else int(capacity_bytes * high_watermark)
         self._ratio = eviction_ratio
@@ -69,8 +76,30 @@ class FakeStore:
     def write(self, key: str, data: bytes) -> None:
         """Store a value whatever is there, as a test's set-up or its damage."""
         self.remove(key)
-        self._values[key] = _Value(data)
+        self._values[key] = _Value(data, place=self._place(data))
         self._used += len(data)
+
+    def move(self, key: str) -> None:
+        """The store moves a value to another place and uses the old one for something else, lease or not."""
+        value = self._values[key]
+        if value.data is None or value.place is None:
+            raise KeyError(key)
+        segment, offset = value.place
+        nbytes = len(value.data)
+        value.place = self._place(value.data)
+        segment.array[offset : offset + nbytes] = 0xA5
+        segment.free(offset)
+
+    def replica(self, key: str) -> Replica | None:
+        """Where a key that can be read lies, for a client that asks: grants a lease and counts as a use."""
+        if self.touch(key) is None:
+            # One that is being written has a place already, which nobody may read yet.
+            return None
+        value = self._values[key]
+        if value.place is None or value.data is None:
+            return None
+        segment, offset = value.place
+        return Replica(segment.entry.endpoint, segment.base + offset, len(value.data))
 
     def swap(self, one: str, other: str) -> None:
         """Exchange two values: the damage that a planted fault makes. Raises KeyError if one is missing."""
@@ -95,7 +124,17 @@ class FakeStore:
         stored = self._values.pop(key, None)
         if stored is not None and stored.data is not None:
             self._used -= len(stored.data)
+            if stored.place is not None:
+                segment, offset = stored.place
+                segment.free(offset)
         return stored is not None
+
+    def _place(self, data: bytes) -> tuple[FakeSegment, int] | None:
+        for segment in self.places:
+            offset = segment.place(data)
+            if offset is not None:
+                return segment, offset
+        return None
 
     def evict(self, key: str) -> bool:
         """Evict one key, unless a lease protects it or nobody has it; says whether it did."""
@@ -106,8 +145,8 @@ class FakeStore:
 
     def clear(self) -> None:
         """A restarted master: every key is gone."""
-        self._values.clear()
-        self._used = 0
+        for key in list(self._values):
+            self.remove(key)
 
     def is_unfinished(self, key: str) -> bool:
         """Whether another client is writing the key."""

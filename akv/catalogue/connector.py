@@ -164,8 +164,9 @@ LOAD_QUEUED = _event(
 LOAD_COMPLETE = _event(
     "akv.load.complete",
     "debug",
-    "request_id incarnation load_id pages bytes duration_s",
-    "Every page of a load is in the engine's cache.",
+    "request_id incarnation load_id pages bytes direct_pages direct_bytes staged duration_s",
+    "Every page of a load is in the engine's cache: some read straight from segments of this host, the others `staged`, which "
+    "counts them by the reason.",
 )
 LOAD_FAILED = _event(
     "akv.load.failed",
@@ -299,4 +300,17 @@ PLAN_DROPPED = _event(
     "debug",
     "plan_id saves reason",
     "A pass was planned and did not run. Its blocks are listed again by a later plan.",
+)
+SEGMENT_MAPPED = _event(
+    "akv.segment.mapped",
+    "debug",
+    "segment owner_pid bytes",
+    "Pages in memory that a process of this host lends are read straight from there from now on.",
+)
+SEGMENT_UNUSED = _event(
+    "akv.segment.unused",
+    "warning",
+    "segment owner_pid bytes reason why",
+    "Pages in memory that a process of this host lends go through the store again: its owner ended, its file is not what the "
+    "register says or was changed, or it cannot be mapped or pinned here.",
 )

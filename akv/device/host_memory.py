@@ -7,6 +7,9 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+#: cudaHostRegisterReadOnly
+_READ_ONLY = 0x08
+
 
 class TorchBuffer:
     """Contiguous host memory, uninitialised. It lives as long as this object, a view of it, or a copy that names it.
@@ -27,7 +30,7 @@ class TorchBuffer:
         #: uint8, one axis. Shares the array's memory and keeps it alive, like `view()`.
         self.tensor = torch.from_numpy(self._array)
         if pinned:
-            _pin(self._array, whole)
+            pin(self._array, whole)
 
     @property
     def address(self) -> int:
@@ -44,10 +47,14 @@ class TorchBuffer:
         return self._array.data
 
 
-def _pin(array: "np.ndarray[tuple[int], np.dtype[np.uint8]]", nbytes: int) -> None:
+def pin(array: "np.ndarray[tuple[int], np.dtype[np.uint8]]", nbytes: int, *, read_only: bool = False) -> None:
+    """Register memory with CUDA for as long as the array or a view of it lives. Blocks. Raises MemoryError.
+
+    `read_only`: the process may not write it, and CUDA will not.
+    """
     address = array.ctypes.data
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    status = int(runtime.cudaHostRegister(address, nbytes, 0))
+    status = int(runtime.cudaHostRegister(address, nbytes, _READ_ONLY if read_only else 0))
     if status != 0:
         with suppress(RuntimeError):  # CUDA keeps the error and reports it at this thread's next kernel: let it be this one
             torch.zeros(1, device="cuda")

@@ -16,9 +16,11 @@ from akv.device.device_memory import TorchDeviceBuffer, device_bytes
 from akv.device.host_memory import TorchBuffer
 from akv.device.host_pages import host_regions
 from akv.device.moves import in_slot_order, move_directly, move_on, move_through, uploaded
+from akv.device.segment_memory import TorchSegment, map_segment, read_pages
 from akv.device.streams import TorchEvent, TorchStream, execution_stream, leaving_nothing_behind, wait
 from akv.errors import DeviceError, NotOpenError
 from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
+from akv.ports.segments import SegmentFile
 from akv.values.layout import Layout
 
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. One page at
@@ -64,6 +66,11 @@ class TorchCopier:
         """Allocate staging memory, page-aligned, uninitialised, pinned for CUDA. Blocks. Raises MemoryError."""
         self._check_open()
         return TorchBuffer(nbytes, pinned=self._device.type == "cuda")
+
+    def map_segment(self, file: SegmentFile) -> TorchSegment:
+        """A segment's memory, mapped read-only, pinned for CUDA. One for all connectors of the process. Blocks."""
+        self._check_open()
+        return map_segment(file, pinned=self._device.type == "cuda")
 
     def open_stream(self, name: str) -> TorchStream:
         """A new stream for copies, with its scratch. Raises torch's OutOfMemoryError if the device has no room for that."""
@@ -205,20 +212,24 @@ class TorchCopier:
         to_host: bool,
     ) -> TorchEvent:
         self._check_open()
-        torch_stream, memory = _own(stream, buffer)
+        torch_stream, memory = _own(stream, buffer, read_only=not to_host)
         cache = self._groups[group]
         index, slots = in_slot_order(group, cache, pages, memory.nbytes, offsets, to_host=to_host)
         with torch_stream.lock, torch.inference_mode(), torch_stream.entered():
             wait(torch_stream.cuda, after)
             with leaving_nothing_behind(stream.name, torch_stream.cuda):
-                if torch_stream.scratch is None:
+                if isinstance(memory, TorchSegment) and self._execution is None and not memory.sealed:
+                    read_pages(memory, cache, index.tolist(), slots)
+                elif torch_stream.scratch is None:
                     move_directly(cache, index, slots, memory.tensor, to_host=to_host)
                 else:
                     move_through(torch_stream.scratch, cache, index, slots, memory.tensor, to_host=to_host)
                 return torch_stream.record(holds=memory)
 
 
-def _own(stream: CopyStream, buffer: HostBuffer) -> tuple[TorchStream, TorchBuffer]:
-    if not isinstance(stream, TorchStream) or not isinstance(buffer, TorchBuffer):
+def _own(stream: CopyStream, buffer: HostBuffer, *, read_only: bool = False) -> tuple[TorchStream, TorchBuffer | TorchSegment]:
+    """`read_only`: the buffer is not written, so that it may be a segment."""
+    kinds = (TorchBuffer, TorchSegment) if read_only else (TorchBuffer,)
+    if not isinstance(stream, TorchStream) or not isinstance(buffer, kinds):
         raise TypeError("streams and host buffers of another device cannot be used here")
     return stream, buffer

@@ -161,7 +161,7 @@ class CallDesk:
         self,
         call: Callable[[], PassEvent],
         size: CallSize,
-        ticket: SlotTicket,
+        ticket: SlotTicket | None,
         *,
         begin: Callable[[], bool],
         end: Callable[[PassEvent | None], None],
@@ -179,7 +179,7 @@ class CallDesk:
         if not begin():
             self._places[CallKind.COPY].release_on_behalf_of(place)
             return False
-        record = self._records.begin(CallKind.COPY, ticket)
+        record = self._records.begin(CallKind.COPY, *(() if ticket is None else (ticket,)))
         ended = Event()
         failures: list[BaseException | None] = []
 

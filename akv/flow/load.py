@@ -3,25 +3,29 @@
 `plan/batching.py` cuts the order into batches; `ownership/reservations.py` decides when the pages are the engine's again. A
 batch is one store call into slots and one scatter from them, behind the fence that `reserve()` recorded; the scatter of one
 batch and the store call of the next overlap. Where the store can reach the pages itself a batch is one store call into them.
+What lies in a segment of this host is read from there, and the rest of its batch in one of these ways (R1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from anyio import current_time, move_on_after
 
 from akv.flow.calls import CopyFailed, NoSlots, event_reached
-from akv.flow.overlap import overlapping
-from akv.flow.parts import WorkerParts, call_on_pages, probe_call, size_of, store_call
+from akv.flow.copying import copy_into_pages, report_load
+from akv.flow.direct import Found, Trouble, confirm, copy_found, find
+from akv.flow.overlap import Overlap, overlapping
+from akv.flow.parts import WorkerParts, call_on_pages, probe_call, store_call
+from akv.flow.reads import DirectReads
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
 from akv.plan.batching import Batch, split_batches
 from akv.plan.breaker import NOT_ASKED, Waited
 from akv.ports.calls import CallKind
-from akv.ports.device import CopyStream, HostRegion, PassEvent
+from akv.ports.device import CopyStream, HostRegion
 from akv.ports.pool import KeyAnswer, KeyState
-from akv.values.messages import BadPage, LoadResult, PassReport
+from akv.values.messages import BadPage
 
 #: The pool has no such value, or not any more: what is damaged has been removed. So a put can bring it back.
 _GONE = frozenset({KeyState.MISSING, KeyState.DAMAGED})
@@ -45,12 +49,6 @@ async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record:
         report_load(parts, parts.reservations.landed(record))
 
 
-def report_load(parts: WorkerParts, result: LoadResult | None) -> None:
-    """Tell the scheduler half of a terminal state, if this was one."""
-    if result is not None:
-        parts.report(PassReport(loads=(result,)))
-
-
 async def _still_there(parts: WorkerParts, record: LoadRecord) -> bool:
     """Ask again for the pages of a load that waited for longer than the lease which its lookup was granted (D4).
 
@@ -65,24 +63,63 @@ async def _still_there(parts: WorkerParts, record: LoadRecord) -> bool:
 
 
 async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
-    """Get batch after batch, and scatter each while the next one is on its way. Ends early once the load has a verdict."""
+    """Move batch after batch, the second step of each while the next one takes its first. Ends early once the load has a
+    verdict.
+    """
     async with overlapping(staging) as transfer:
         for batch in split_batches(record.order.groups, staging.batch):
-            region = parts.direct(batch.group)
-            if region is not None:
-                arrived = await _get_into_pages(parts, record, batch, region)
-            else:
-                try:
-                    slots = await transfer.take(len(batch.blocks))
-                except NoSlots:
-                    _fail(parts, record, batch, "no_slots")
+            rest: Batch | None = batch
+            if parts.reads is not None:
+                if record.verdict is not None or not _may_ask(parts, record):
                     return
-                # A scatter that failed while this waited has passed a verdict.
-                arrived = record.verdict is None and await _get_into_slots(parts, staging, record, batch, slots)
-            if not arrived:
+                found = await find(parts, parts.reads, record, batch)
+                rest = found.rest
+                if found.copies:
+                    second, third = _read_directly(parts, parts.reads, stream, record, found)
+                    await transfer.then(None, second, third)
+            if rest is not None and not await _stage(parts, staging, stream, record, rest, transfer):
                 return
-            if region is None:
-                await transfer.then(slots, partial(_scatter, parts, staging, stream, record, batch, slots))
+
+
+def _read_directly(
+    parts: WorkerParts, reads: DirectReads, stream: CopyStream, record: LoadRecord, found: Found
+) -> tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]:
+    """The steps behind the query: the copy, and the question whether it copied what it was to. Either may pass a verdict."""
+
+    def judge(trouble: Trouble | None) -> None:
+        if trouble is not None:
+            _fail(parts, record, found.batch, trouble.reason, trouble.index)
+
+    async def copy() -> None:
+        judge(await copy_found(parts, stream, record, found))
+
+    async def ask_again() -> None:
+        # A load that has failed asks nobody.
+        if record.verdict is None:
+            judge(await confirm(parts, reads, record, found))
+
+    return copy, ask_again
+
+
+async def _stage(
+    parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch, transfer: Overlap
+) -> bool:
+    """Have the store's client fetch a batch: into the pages where it can reach them, else into slots, and scatter these while
+    the next batch is on its way. False once the load has a verdict.
+    """
+    region = parts.direct(batch.group)
+    if region is not None:
+        return await _get_into_pages(parts, record, batch, region)
+    try:
+        slots = await transfer.take(len(batch.blocks))
+    except NoSlots:
+        _fail(parts, record, batch, "no_slots")
+        return False
+    # A scatter that failed while this waited has passed a verdict.
+    if record.verdict is not None or not await _get_into_slots(parts, staging, record, batch, slots):
+        return False
+    await transfer.then(slots, partial(_scatter, parts, staging, stream, record, batch, slots))
+    return True
 
 
 async def _get_into_slots(parts: WorkerParts, staging: Staging, record: LoadRecord, batch: Batch, ticket: SlotTicket) -> bool:
@@ -142,42 +179,32 @@ def _all_good(
     return record.verdict is None
 
 
-def _asks(parts: WorkerParts, record: LoadRecord) -> bool:
-    """Whether a store call may begin; it does, with the next await. False, with a verdict passed, if the pool is not asked."""
-    record.asking = parts.gate.lets_through()
-    if not record.asking:
+def _may_ask(parts: WorkerParts, record: LoadRecord) -> bool:
+    """Whether a store call may begin. False, with a verdict passed, if the pool is not asked."""
+    if not parts.gate.lets_through():
         # No page was asked for, so none is said to be missing.
         report_load(parts, parts.reservations.fail(record, "", NOT_ASKED))
+        return False
+    return True
+
+
+def _asks(parts: WorkerParts, record: LoadRecord) -> bool:
+    """Whether a store call may begin; it does, with the next await. False, with a verdict passed, if the pool is not asked."""
+    record.asking = _may_ask(parts, record)
     return record.asking
 
 
-def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str) -> None:
-    report_load(parts, parts.reservations.fail(record, parts.keys.keys(batch.group, batch.hashes[:1])[0], reason))
+def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str, index: int = 0) -> None:
+    key = parts.keys.keys(batch.group, [batch.hashes[index]])[0]
+    report_load(parts, parts.reservations.fail(record, key, reason))
 
 
 async def _scatter(
     parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord, batch: Batch, ticket: SlotTicket
 ) -> None:
     """The copy from slots into pages; nothing if the load has a verdict already. One that fails passes a verdict."""
-    offsets = staging.offsets(ticket)
-
-    def scatter() -> PassEvent:
-        return parts.device.scatter(stream, batch.group, batch.pages, staging.buffer, offsets, record.fence)
-
-    def end(event: PassEvent | None) -> None:
-        if event is not None:
-            # The host has seen the copy's end, so this costs nothing; it tells the stream that reads the pages next (M4).
-            parts.device.execution_waits_for(event)
-        report_load(parts, parts.reservations.end_copy(record))
-
     try:
-        await parts.desk.copy(
-            scatter,
-            size_of(parts, batch),
-            ticket,
-            begin=lambda: parts.reservations.begin_copy(record),
-            end=end,
-        )
+        await copy_into_pages(parts, stream, record, batch, staging.buffer, staging.offsets(ticket), ticket)
     except CopyFailed:
         _fail(parts, record, batch, "copy_failed")
 

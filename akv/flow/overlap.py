@@ -36,19 +36,33 @@ class Overlap:
             await self._free.wait()
         return self._taken.enter_context(await self._staging.take(count))
 
-    async def then(self, slots: SlotTicket, second: Callable[[], Awaitable[None]]) -> None:
-        """Start the second step of the batch in `slots`, beside the caller, once the step before it has ended.
+    async def then(
+        self,
+        slots: SlotTicket | None,
+        second: Callable[[], Awaitable[None]],
+        third: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start the second step of the batch in `slots`, if it has any, beside the caller, once the step before it has ended.
 
-        Cancellation: it is not started.
+        A `third` step follows it, beside all others. Cancellation: nothing is started.
         """
         await self._free.wait()
         self._free = Event()
-        self._group.start_soon(self._run, slots, second, self._free)
+        self._group.start_soon(self._run, slots, second, third, self._free)
 
-    async def _run(self, slots: SlotTicket, second: Callable[[], Awaitable[None]], ended: Event) -> None:
+    async def _run(
+        self,
+        slots: SlotTicket | None,
+        second: Callable[[], Awaitable[None]],
+        third: Callable[[], Awaitable[None]] | None,
+        ended: Event,
+    ) -> None:
         await second()
-        slots.leave()
+        if slots is not None:
+            slots.leave()
         ended.set()
+        if third is not None:
+            await third()
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import msgspec
 
 from akv.flow.calls import CallDesk, EventWatch, always, nothing
 from akv.flow.gate import OpenGate, PoolGate
+from akv.flow.reads import DirectReads
 from akv.flow.transfer import probe_keys, transfer
 from akv.ownership.reservations import Reservations
 from akv.ownership.saves import Saves
@@ -41,6 +42,8 @@ class WorkerParts(msgspec.Struct, frozen=True, kw_only=True):
     probe_chunk: int
     #: Asked before each store call.
     gate: PoolGate = OpenGate()
+    #: How pages are read from segments of this host; None: not at all.
+    reads: DirectReads | None = None
 
     def direct(self, group: int) -> HostRegion | None:
         """Where the store may read and write the group's pages at this moment; None: through slots.

@@ -6,6 +6,7 @@ from akv import observe
 from akv.plan.integrity import TRAILER_BYTES, trailer
 from akv.ports.device import HostBuffer
 from akv.ports.pool import KeyAnswer, KeyState, PagePool
+from akv.values.segments import Replica
 
 
 class SealedPool:
@@ -57,6 +58,10 @@ class SealedPool:
         for key, at, size in zip(keys, offsets, sizes, strict=True):
             view[at + size : at + size + TRAILER_BYTES] = trailer(key, view[at : at + size], self._secret)
         return self._pool.put(keys, buffer, offsets, [size + TRAILER_BYTES for size in sizes])
+
+    def describe(self, keys: Sequence[str]) -> Sequence[Replica | None]:
+        """As the port says. Pages that are to be checked go through slots: nobody asks."""
+        return self._pool.describe(keys)
 
     def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:
         """As the port says."""

@@ -11,6 +11,7 @@ from bisect import insort_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from akv.ownership.read_paths import ReadPaths
 from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
 
 
@@ -27,6 +28,7 @@ class LoadRecord:
         "fence",
         "interrupt",
         "order",
+        "paths",
         "queued_at",
         "reason",
         "verdict",
@@ -44,6 +46,8 @@ class LoadRecord:
         self.calls: list[GroupPages] = []
         #: A store call of its work is under way, or was when a deadline ended the wait for it.
         self.asking = False
+        #: Which way its pages came, so far.
+        self.paths = ReadPaths()
         self.verdict: LoadState | None = None
         self.failed_key = ""
         self.reason = ""
@@ -184,6 +188,10 @@ class Reservations:
             state=record.verdict,
             pages=sum(len(group.pages) for group in groups),
             bytes=self._bytes(groups),
+            direct_pages=record.paths.direct_pages,
+            direct_bytes=record.paths.direct_bytes,
+            staged_bytes=record.paths.staged_bytes,
+            staged=record.paths.by_reason(),
             failed_key=record.failed_key,
             reason=record.reason,
             bad_pages=record.bad_pages,

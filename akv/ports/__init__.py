@@ -9,10 +9,11 @@ import msgspec
 from akv.ports.calls import CallRunner
 from akv.ports.device import DeviceCopier
 from akv.ports.pool import PagePool
+from akv.ports.segments import HostSegments
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
-    """The three parts that a connector stands on. `open_connector(ports=...)` takes them instead of Mooncake, torch and
+    """The parts that a connector stands on. `open_connector(ports=...)` takes them instead of Mooncake, torch and
     threads.
 
     Who passes them owns them: the connector registers its buffers with the pool and closes neither pool nor device.
@@ -21,3 +22,5 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     pool: PagePool
     device: DeviceCopier
     runner: CallRunner
+    #: Where this host's processes lend memory to the pool; None: no page is read straight from there.
+    segments: HostSegments | None = None

@@ -18,6 +18,10 @@ class CallKind(StrEnum):
     COPY = "copy"
     #: Copies of window pages that the next forward waits for: never behind another copy.
     SNAPSHOT = "snapshot"
+    #: Asks where pages lie, before and after they are read from a mapped segment. As quick as a probe.
+    DESCRIBE = "describe"
+    #: Looks for segments of this host and maps them, which may take seconds for each.
+    MAP = "map"
 
 
 class CallSize(msgspec.Struct, frozen=True):

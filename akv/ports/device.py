@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from akv.ports.segments import SegmentFile
+
 
 class HostBuffer(Protocol):
     """Contiguous host memory that both the store and the device can reach (pinned where the device needs it)."""
@@ -90,6 +92,14 @@ class DeviceCopier(Protocol):
 
     def host_buffer(self, nbytes: int) -> HostBuffer:
         """Allocate staging memory, uninitialised. Blocks: pinning gigabytes takes seconds, so through a `CallRunner` too."""
+        ...
+
+    def map_segment(self, file: SegmentFile) -> HostBuffer:
+        """The memory of a segment's file, read-only: `scatter` takes it, nothing else does. Blocks as `host_buffer` does.
+
+        If the file is shortened meanwhile or later, copies from it fail; nothing else does. Raises DeviceError or OSError if
+        it cannot be mapped, MemoryError if it cannot be pinned.
+        """
         ...
 
     def open_stream(self, name: str) -> CopyStream:

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from akv.ports.device import HostBuffer
+from akv.values.segments import Replica
 
 
 class KeyState(StrEnum):
@@ -78,6 +79,13 @@ class PagePool(Protocol):
 
     def put(self, keys: Sequence[str], buffer: HostBuffer, offsets: Sequence[int], sizes: Sequence[int]) -> list[KeyAnswer]:
         """Store the bytes at each offset under its key: one answer per key, in order. The bytes are read until it returns."""
+        ...
+
+    def describe(self, keys: Sequence[str]) -> Sequence[Replica | None]:
+        """Say where each key's value lies in memory: one answer per key, in order; None where the pool names no place.
+
+        Grants a lease on each value that it names, counted from some moment within the call (R2).
+        """
         ...
 
     def remove(self, keys: Sequence[str]) -> list[KeyAnswer]:

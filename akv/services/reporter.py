@@ -6,7 +6,10 @@ from anyio import current_time
 
 from akv import observe
 from akv.ownership.backlog import Shed
+from akv.ownership.read_paths import ReadPaths
+from akv.ownership.segments import Segments
 from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, PagesUnread, SaveOrder, SaveResult
+from akv.values.pressure import Reads
 
 
 class TransferReporter:
@@ -17,6 +20,8 @@ class TransferReporter:
         self._page_bytes = page_bytes
         #: When each unfinished load and save was queued, by its number (one counter numbers both).
         self._began: dict[int, float] = {}
+        #: Of all loads that ended.
+        self._paths = ReadPaths()
 
     def load_queued(self, order: LoadOrder) -> None:
         """A reservation was taken over."""
@@ -46,6 +51,7 @@ class TransferReporter:
     def load_ended(self, result: LoadResult) -> None:
         """A load reached its terminal state."""
         took = current_time() - self._began.pop(result.load_id)
+        self._paths.add(result)
         request_id, incarnation, load_id = result.request_id, result.incarnation, result.load_id
         if result.state is LoadState.LOADED:
             observe.emit(
@@ -55,6 +61,9 @@ class TransferReporter:
                 load_id=load_id,
                 pages=result.pages,
                 bytes=result.bytes,
+                direct_pages=result.direct_pages,
+                direct_bytes=result.direct_bytes,
+                staged=result.staged,
                 duration_s=took,
             )
         elif result.state is LoadState.FAILED:
@@ -111,6 +120,18 @@ class TransferReporter:
                 blocks=len(result.dropped),
                 reason="withdrawn",
             )
+
+    def reads(self, segments: Segments) -> Reads:
+        """Which way the pages of all loads came that ended, and what could be read directly now."""
+        paths = self._paths
+        return Reads(
+            direct_pages=paths.direct_pages,
+            direct_bytes=paths.direct_bytes,
+            staged_bytes=paths.staged_bytes,
+            staged=paths.by_reason(),
+            segments=len(segments.all_mapped),
+            segment_bytes=segments.mapped_bytes,
+        )
 
     def quarantined(self, ended: LoadResult | PagesUnread) -> None:
         """What ended may have left pages in quarantine."""

@@ -30,6 +30,21 @@ class StagingPressure(msgspec.Struct, frozen=True, kw_only=True):
     withheld: int
 
 
+class Reads(msgspec.Struct, frozen=True, kw_only=True):
+    """Which way the pages of loads came, since the connector opened (R1)."""
+
+    #: Pages that were read straight from segments of this host, and their bytes.
+    direct_pages: int = 0
+    direct_bytes: int = 0
+    #: Bytes that the store's client was asked for.
+    staged_bytes: int = 0
+    #: Their pages, by the reason.
+    staged: dict[str, int] = {}
+    #: Segments of this host that can be read now, and their bytes.
+    segments: int = 0
+    segment_bytes: int = 0
+
+
 class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the work under way. Taking one costs microseconds and changes nothing."""
 
@@ -63,3 +78,4 @@ class Pressure(msgspec.Struct, frozen=True, kw_only=True):
     degraded: str = ""
     #: Whole blocks that passes computed since then, and that were not saved.
     unsaved_blocks: int = 0
+    reads: Reads = Reads()

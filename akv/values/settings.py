@@ -134,6 +134,9 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes of host memory between store and device, for each direction. Shared evenly by the loaders, and by the savers; each
     #: share must hold a page.
     staging_buffer_bytes: Size = _GIB
+    #: "auto" reads pages of memory that processes of this host lend to the pool straight from there, one copy and no store
+    #: call, where that is possible. "staged" has the store's client fetch every page.
+    read_path: Literal["auto", "staged"] = "auto"
     #: Loads that move pages at a time. Two, so that one scatters to the device while the other waits for the store.
     loaders: Count = 2
     #: With so many loads waiting or running, lookups offer nothing: computing is sooner than the end of such a queue. A

@@ -21,7 +21,8 @@ ROOM = 64
 class PoolConformance:
     """Fixtures to supply:
 
-    - `pool`: an open PagePool with room for a few MiB. It may be shared by all tests, and others may use its store.
+    - `pool`: an open PagePool with room for a few MiB, in memory that it names the places of. It may be shared by all tests,
+      and others may use its store.
     - `closed_pool`: a PagePool on which `close()` was called.
     - `new_key`: a function that gives a key which the store has never seen.
     - `memory`: a function that allocates a HostBuffer of so many bytes, at least; uninitialised.
@@ -254,12 +255,31 @@ class PoolConformance:
             with pytest.raises((ValueError, AssertionError)):
                 call([absent], made, [0], [SIZE])
 
+    def test_R2_describe_names_a_place_for_each_key_in_order_and_none_for_what_is_not_there(
+        self, pool: PagePool, buffer: HostBuffer, new_key: Callable[[], str], begin_write: Callable[[str], None]
+    ) -> None:
+        there, absent, unfinished, also_there = new_key(), new_key(), new_key(), new_key()
+        begin_write(unfinished)
+        pool.put([there, also_there], buffer, [0, SIZE], [SIZE, SIZE - 1])
+        one, none, writing, other = pool.describe([there, absent, unfinished, also_there])
+        assert none is None
+        assert writing is None or not writing.complete
+        assert one is not None
+        assert other is not None
+        assert (one.size, one.complete, other.size, other.complete) == (SIZE, True, SIZE - 1, True)
+        assert one.endpoint
+        assert one.address + SIZE <= other.address or other.address + SIZE - 1 <= one.address
+        assert list(pool.describe([also_there, there])) == [other, one], "they stay where they are"
+        assert list(pool.describe([])) == []
+
     def test_use_after_close_is_an_error_and_never_a_crash(
         self, closed_pool: PagePool, memory: Callable[[int], HostBuffer], new_key: Callable[[], str]
     ) -> None:
         made = memory(SIZE)
         with pytest.raises(NotOpenError):
             closed_pool.probe([new_key()])
+        with pytest.raises(NotOpenError):
+            closed_pool.describe([new_key()])
         with pytest.raises(NotOpenError):
             closed_pool.get([new_key()], made, [0], [SIZE])
         with pytest.raises(NotOpenError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from akv.device import open_torch_device, torch_copier
-from akv.device.host_memory import TorchBuffer, _pin
+from akv.device.host_memory import TorchBuffer, pin
 from akv.errors import SettingsError
 from akv.ports.device import DeviceSlots
 from akv.values.layout import Layout
@@ -171,7 +171,7 @@ def test_a_copy_keeps_the_memory_that_it_writes(execution: torch.cuda.Stream, la
 def test_memory_that_cannot_be_pinned_breaks_no_later_kernel() -> None:
     buffer = TorchBuffer(1 << 20, pinned=True)
     with pytest.raises(MemoryError, match="cannot pin"):
-        _pin(buffer._array, 1 << 20)  # is pinned already
+        pin(buffer._array, 1 << 20)  # is pinned already
     assert torch.zeros(4, device="cuda").add_(1).sum().item() == 4
 
 

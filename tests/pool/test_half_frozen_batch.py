@@ -44,6 +44,7 @@ class RecordedPool:
         self._pool = pool
         self.probe, self.put, self.remove, self.close = pool.probe, pool.put, pool.remove, pool.close
         self.register, self.unregister, self.remove_all = pool.register, pool.unregister, pool.remove_all
+        self.describe = pool.describe
         self.lets_go_at_return = pool.lets_go_at_return
         self.gets: list[list[KeyAnswer]] = []
 

@@ -17,13 +17,16 @@ from akv_testing.device import FakeDevice
 from akv_testing.memory import FakeHostBuffer
 from akv_testing.pool import FakePool
 from akv_testing.ports import tiny_layout
+from akv_testing.segments import FakeHost
 from akv_testing.store import FakeStore
 
 
 class TestFakePool(PoolConformance):
     @pytest.fixture
     def pool(self) -> FakePool:
-        return FakePool(FakeStore(ManualClock()))
+        store = FakeStore(ManualClock())
+        store.places.append(FakeHost().lend(1 << 22))
+        return FakePool(store)
 
     @pytest.fixture
     def closed_pool(self, pool: FakePool) -> FakePool:

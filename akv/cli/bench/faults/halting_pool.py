@@ -29,6 +29,7 @@ class HaltingPool:
         self._pool = pool
         self._plan: Halt | None = None
         self.probe, self.put, self.remove, self.remove_all = pool.probe, pool.put, pool.remove, pool.remove_all
+        self.describe = pool.describe
         self.register, self.unregister, self.close = pool.register, pool.unregister, pool.close
 
     @property

@@ -1,0 +1,126 @@
+"""Segments of other processes as memory of this one: mapped read-only, and pinned where CUDA reads them (R3).
+
+Whoever may write the file may shorten it, and a CPU that reads a mapping beyond its file's end ends the process (SIGBUS). So a
+CPU reads through the mapping only where the kernel refuses to shorten the file (`F_SEAL_SHRINK`, which anonymous memory files
+have), and through the file otherwise: a read beyond the end comes back short, and costs half the speed. CUDA reads pinned
+pages, which the kernel keeps whatever becomes of the file.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from akv.device.caches import GroupCache
+from akv.device.host_memory import pin
+from akv.errors import DeviceError
+
+#: Linux's own numbers, which Python 3.11 does not name.
+_F_GET_SEALS, _F_SEAL_SHRINK, _MADV_POPULATE_READ = 1034, 0x2, 22
+#: Bytes whose pages are mapped in one call.
+_STRIDE = 256 << 20
+#: Pieces of one read; the kernel takes 1,024.
+_MOST_PIECES = 1024
+
+#: By device, inode and whether pinned: connectors of one process have one mapping between them.
+_MAPPED: "weakref.WeakValueDictionary[tuple[int, int, bool], TorchSegment]" = weakref.WeakValueDictionary()
+_MAPPING = threading.Lock()
+
+
+class TorchSegment:
+    """A segment's memory, as a `HostBuffer` that `scatter` reads. It lives as long as this object or a copy that names it."""
+
+    def __init__(self, file: Any, *, pinned: bool) -> None:
+        """Map, and for CUDA pin. Blocks. Raises OSError, and MemoryError if it cannot be pinned."""
+        #: Keeps the file open.
+        self._file = file
+        self.descriptor: int = file.fileno()
+        nbytes: int = file.nbytes
+        self._mapping = mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        #: Whether a CPU may read the mapping: nobody can shorten the file.
+        self.sealed = bool(_seals(self.descriptor) & _F_SEAL_SHRINK)
+        address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+        self._array = np.asarray(_Mapped(address, nbytes, self._mapping))
+        #: uint8, one axis. Not to be written: the memory is mapped for reading only.
+        self.tensor = torch.from_numpy(self._array)
+        if pinned:
+            pin(self._array, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, read_only=True)
+        elif self.sealed:
+            _populate(address, nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return self.tensor.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is, in bytes."""
+        return self._array.nbytes
+
+    def view(self) -> memoryview:
+        """Its bytes, format "B", read-only."""
+        return self._array.data.toreadonly()
+
+    def read(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Read adjacent bytes from the file into pieces of memory. Raises DeviceError if the file ends before."""
+        for begin in range(0, len(pieces), _MOST_PIECES):
+            some = pieces[begin : begin + _MOST_PIECES]
+            wanted = sum(piece.nbytes for piece in some)
+            got = os.preadv(self.descriptor, some, offset)
+            if got != wanted:
+                raise DeviceError(
+                    f"a segment's file gave {got} of {wanted} bytes at {offset}: somebody shortened it. It had {self.nbytes}"
+                )
+            offset += wanted
+
+
+def map_segment(file: Any, *, pinned: bool) -> TorchSegment:
+    """The memory of an open segment file; the same as long as somebody of this process has it. Blocks."""
+    if not hasattr(file, "fileno"):
+        raise TypeError("a segment of another device cannot be used here")
+    status = os.fstat(file.fileno())
+    key = (status.st_dev, status.st_ino, pinned)
+    with _MAPPING:
+        segment = _MAPPED.get(key)
+        if segment is None or segment.nbytes != file.nbytes:
+            segment = _MAPPED[key] = TorchSegment(file, pinned=pinned)
+        return segment
+
+
+def read_pages(segment: TorchSegment, cache: GroupCache, pages: Sequence[int], offsets: Sequence[int]) -> None:
+    """Fill pages of a cache on a CPU from a segment's file, each from its offset: one read per page, whatever its regions."""
+    rows = [region.rows.view(torch.uint8).numpy() for region in cache.regions]
+    for page, offset in zip(pages, offsets, strict=True):
+        segment.read(offset, [region[page].data for region in rows])
+
+
+class _Mapped:
+    """What numpy keeps as the owner of the memory, for as long as an array or a view of it lives."""
+
+    def __init__(self, address: int, nbytes: int, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        # Said to be writable, because torch takes no other; the pages are not.
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
+
+
+def _seals(descriptor: int) -> int:
+    try:
+        return fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:  # a file system that knows no seals
+        return 0
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Enter the pages into this process's tables, so that no load waits for it. A kernel that cannot do it does it later."""
+    libc = ctypes.CDLL(None)
+    for begin in range(0, nbytes, _STRIDE):
+        length = min(_STRIDE, nbytes - begin)
+        libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), _MADV_POPULATE_READ)

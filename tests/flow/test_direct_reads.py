@@ -1,0 +1,215 @@
+"""Pages in segments of this host, read from there: which, how they mix with the staged ones, and what is told (R1, R2, R4)."""
+
+import logging
+from typing import Any
+
+import anyio
+import pytest
+
+from akv import LoadState
+from akv.ports.calls import CallKind
+from akv.ports.pool import KeyState
+from akv_testing import settle
+from akv_testing.calls import Latency
+from akv_testing.segments import FakeHost, FakeSegment
+from akv_testing.server import FakeServer
+from akv_testing.store import FakeStore
+from akv_testing.traffic import LONG, TOKENS
+
+pytestmark = pytest.mark.anyio
+
+ROOM = 1 << 12
+
+
+def server_with(
+    host: FakeHost, *segments: FakeSegment, tokens: tuple[int, ...] = TOKENS, lease_s: float = 10.0, **arguments: Any
+) -> FakeServer:
+    """A server on this host, and the pages of a prompt in these segments."""
+    store = FakeStore(anyio.current_time, lease_s=lease_s)
+    store.places = list(segments)
+    return FakeServer.warm(tokens, store=store, segments=host, **arguments)
+
+
+def events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
+    return [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
+
+
+def calls(server: FakeServer, operation: str) -> int:
+    return sum(call.operation == operation for call in server.pool.calls)
+
+
+async def test_R1_pages_in_a_segment_of_this_host_come_without_a_get_and_without_a_slot() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM), tokens=LONG)
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", LONG)
+        await load.wait()
+        assert server.wrong_pages(LONG, table, 0, 9) == []
+        assert calls(server, "get") == 0
+        reads = kv.pressure().reads
+        assert (reads.direct_pages, reads.direct_bytes) == (18, server.store.used_bytes)
+        assert (reads.staged_bytes, reads.staged) == (0, {})
+        assert (reads.segments, reads.segment_bytes) == (1, ROOM)
+    assert server.left_behind() == []
+
+
+async def test_R1_one_load_mixes_pages_of_two_segments_and_pages_that_no_host_shares() -> None:
+    host = FakeHost()
+    # Room for five pages and for three: the others lie in memory of nobody here.
+    server = server_with(host, host.lend(5 * 24), host.lend(3 * 24), tokens=LONG)
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", LONG)
+        await load.wait()
+        assert server.wrong_pages(LONG, table, 0, 9) == []
+        reads = kv.pressure().reads
+        assert reads.direct_pages >= 8
+        assert reads.staged == {"no_replica": 18 - reads.direct_pages}
+        assert calls(server, "get")
+
+
+async def test_R4_pages_of_a_process_that_is_not_in_the_register_are_staged() -> None:
+    host = FakeHost()
+    remote = host.lend(ROOM, registered=False)
+    server = server_with(host, host.lend(60), remote)
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", TOKENS)
+        await load.wait()
+        assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        reads = kv.pressure().reads
+        assert set(reads.staged) == {"not_shared"}
+        assert 0 < reads.staged["not_shared"] == 8 - reads.direct_pages < 8
+
+
+@pytest.mark.parametrize("read_path", ["auto", "staged"])
+async def test_R1_the_event_of_a_load_says_which_way_its_pages_came(read_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "akv")
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    async with server.open(read_path=read_path) as kv:
+        await settle()
+        _, load, _ = await server.load(kv, "r", TOKENS)
+        await load.wait()
+    (event,) = events(caplog, "akv.load.complete")
+    direct = (8, server.store.used_bytes, {}) if read_path == "auto" else (0, 0, {"setting": 8})
+    assert (event["direct_pages"], event["direct_bytes"], event["staged"]) == direct
+    assert bool(calls(server, "describe")) == (read_path == "auto"), "nobody asks for what nobody wants"
+
+
+async def test_R1_with_integrity_every_page_is_staged_and_checked_there() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM), integrity="checksum")
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", TOKENS)
+        await load.wait()
+        assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        assert kv.pressure().reads.staged == {"integrity": 8}
+
+
+async def test_R3_until_a_segment_is_mapped_its_pages_are_staged_and_no_load_waits_for_it() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM), latency=Latency(map_s=30.0))
+    async with server.open() as kv:
+        await settle()
+        _, load, _ = await server.load(kv, "early", TOKENS)
+        await load.wait()
+        assert anyio.current_time() < 1.0
+        await anyio.sleep(70.0)
+        _, load, table = await server.load(kv, "late", TOKENS)
+        await load.wait()
+        assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        reads = kv.pressure().reads
+        assert (reads.direct_pages, sum(reads.staged.values())) == (8, 8)
+
+
+async def test_R3_a_process_that_lends_later_is_found_when_loads_ask_for_its_pages() -> None:
+    host = FakeHost()
+    server = server_with(host)
+    async with server.open() as kv:
+        await settle()
+        server.store.places.append(host.lend(ROOM))
+        server.put_in_store(TOKENS)
+        for number in range(2):
+            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
+            await load.wait()
+            await anyio.sleep(2.0)
+        reads = kv.pressure().reads
+        assert (reads.direct_pages, reads.staged) == (8, {"no_segment": 8})
+
+
+@pytest.mark.parametrize("lie", [{"base": 12345}, {"size": ROOM - 4096}])
+async def test_X5_R4_an_entry_that_lies_is_not_used_and_said_so(lie: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    host = FakeHost()
+    segment = host.lend(ROOM)
+    host.lies(segment, **lie)
+    server = server_with(host, segment)
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", TOKENS)
+        await load.wait()
+        assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        assert kv.pressure().reads.direct_pages == 0
+    (event,) = events(caplog, "akv.segment.unused")
+    assert (event["segment"], event["reason"]) == ("segment-1", "refused")
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), MemoryError("cannot be pinned")])
+async def test_R3_a_segment_that_cannot_be_mapped_is_staged_for_good(error: Exception) -> None:
+    host = FakeHost()
+    host.open_errors.append(error)
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        for number in range(3):
+            await anyio.sleep(2.0)
+            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
+            await load.wait()
+        assert kv.pressure().reads.direct_pages == 0
+
+
+async def test_R2_a_page_of_another_size_and_one_that_is_missing_fail_as_staged_ones_do() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    key = server.keys_of(TOKENS)[1][2]
+    async with server.open() as kv:
+        await settle()
+        request = kv.open_request("r", TOKENS)
+        offer = await request.lookup()
+        server.store.write(key, b"short")
+        load = request.reserve(offer, offer.tokens, server.allocate(TOKENS))
+        with pytest.raises(Exception, match="wrong_size"):
+            await load.wait()
+
+
+async def test_O7_a_pool_that_names_no_place_is_asked_for_the_pages_themselves() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    server.pool.answer("describe", KeyState.UNAVAILABLE, times=None)
+    async with server.open() as kv:
+        await settle()
+        _, load, table = await server.load(kv, "r", TOKENS)
+        assert (await load.wait()).state is LoadState.LOADED
+        assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        assert kv.pressure().reads.staged == {"no_replica": 8}
+
+
+@pytest.mark.parametrize("kind", [CallKind.DESCRIBE, CallKind.COPY])
+async def test_D2_D6_a_cancel_in_the_midst_gives_the_pages_back_when_no_copy_can_write_them(kind: CallKind) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        await settle()
+        gate = server.runner.hold(kind)
+        request, load, table = await server.load(kv, "r", TOKENS)
+        await gate.reached()
+        with anyio.move_on_after(0.1):
+            await request.cancel()
+        # A query touches no page, a copy does.
+        assert (load.state is LoadState.CANCELLED) == (kind is CallKind.DESCRIBE)
+        gate.release()
+        await request.cancel()
+        server.free(table)
+        await settle()
+    assert server.left_behind() == []
