@@ -167,7 +167,8 @@ class WorkerHalf:
             self._ring.claims.drop(plan_id)
 
     def no_more_passes(self) -> None:
-        """The connector closes: plans that are open will not run."""
+        """The connector closes: plans that are open will not run, and no segment is mapped any more."""
+        self._scout.stop()
         if self._ring is not None:
             self._ring.claims.drop_all()
 

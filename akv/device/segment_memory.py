@@ -2,7 +2,7 @@
 
 Whoever may write the file may shorten it, and a CPU that reads a mapping beyond its file's end ends the process (SIGBUS). So a
 CPU reads through the mapping only where the kernel refuses to shorten the file (`F_SEAL_SHRINK`, which anonymous memory files
-have), and through the file otherwise: a read beyond the end comes back short, and costs half the speed. CUDA reads pinned
+have), and through the file otherwise: a read beyond the end comes back short, at two thirds of the speed. CUDA reads pinned
 pages, which the kernel keeps whatever becomes of the file.
 """
 
@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,11 +95,44 @@ def map_segment(file: Any, *, pinned: bool) -> TorchSegment:
         return segment
 
 
-def read_pages(segment: TorchSegment, cache: GroupCache, pages: Sequence[int], offsets: Sequence[int]) -> None:
-    """Fill pages of a cache on a CPU from a segment's file, each from its offset: one read per page, whatever its regions."""
-    rows = [region.rows.view(torch.uint8).numpy() for region in cache.regions]
+def fill_pages(segment: TorchSegment, cache: GroupCache, pages: Sequence[int], offsets: Sequence[int]) -> None:
+    """Fill pages of a cache on a CPU from a segment, each from its offset; offsets ascend. Raises DeviceError.
+
+    One plain copy per region of a page, or, where pages follow each other in both memories, of all of them: an indexed copy
+    takes 1.2 to 2 times as long where the pages lie apart, as values in a segment do.
+    """
+    if segment.sealed:
+        for to, at, nbytes in _merged(_copies(cache, pages, offsets)):
+            ctypes.memmove(to, segment.address + at, nbytes)
+    else:
+        rows = [region.rows.view(torch.uint8).numpy() for region in cache.regions]
+        for page, offset in zip(pages, offsets, strict=True):
+            segment.read(offset, [region[page].data for region in rows])
+
+
+def _copies(cache: GroupCache, pages: Sequence[int], offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Address, place in the segment and length of each region of each page."""
+    regions = [
+        (region.rows.data_ptr(), region.rows.stride(0) * region.word, region.start, region.stop - region.start)
+        for region in cache.regions
+    ]
     for page, offset in zip(pages, offsets, strict=True):
-        segment.read(offset, [region[page].data for region in rows])
+        for begin, pitch, start, nbytes in regions:
+            yield begin + page * pitch, offset + start, nbytes
+
+
+def _merged(copies: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The same copies, those as one that follow each other in both memories."""
+    to, at, nbytes = 0, 0, 0
+    for next_to, next_at, more in copies:
+        if next_to == to + nbytes and next_at == at + nbytes:
+            nbytes += more
+            continue
+        if nbytes:
+            yield to, at, nbytes
+        to, at, nbytes = next_to, next_at, more
+    if nbytes:
+        yield to, at, nbytes
 
 
 class _Mapped:

@@ -16,7 +16,7 @@ from akv.device.device_memory import TorchDeviceBuffer, device_bytes
 from akv.device.host_memory import TorchBuffer
 from akv.device.host_pages import host_regions
 from akv.device.moves import in_slot_order, move_directly, move_on, move_through, uploaded
-from akv.device.segment_memory import TorchSegment, map_segment, read_pages
+from akv.device.segment_memory import TorchSegment, fill_pages, map_segment
 from akv.device.streams import TorchEvent, TorchStream, execution_stream, leaving_nothing_behind, wait
 from akv.errors import DeviceError, NotOpenError
 from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
@@ -218,8 +218,8 @@ class TorchCopier:
         with torch_stream.lock, torch.inference_mode(), torch_stream.entered():
             wait(torch_stream.cuda, after)
             with leaving_nothing_behind(stream.name, torch_stream.cuda):
-                if isinstance(memory, TorchSegment) and self._execution is None and not memory.sealed:
-                    read_pages(memory, cache, index.tolist(), slots)
+                if isinstance(memory, TorchSegment) and torch_stream.cuda is None:
+                    fill_pages(memory, cache, index.tolist(), slots)
                 elif torch_stream.scratch is None:
                     move_directly(cache, index, slots, memory.tensor, to_host=to_host)
                 else:

@@ -6,7 +6,7 @@ It looks when the connector opens and whenever a load begins, at most once in `P
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from anyio import TASK_STATUS_IGNORED, Event, sleep
+from anyio import TASK_STATUS_IGNORED, CancelScope, Event, sleep
 from anyio.abc import TaskStatus
 
 from akv import observe
@@ -38,21 +38,27 @@ class SegmentScout:
         self.off = off if ports.segments is not None else off or Staged.NO_SEGMENT
         self._news = Event()
         self._news.set()
+        self._looking = CancelScope()
 
     def look(self) -> None:
         """Look at the register soon."""
         self._news.set()
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. A look that is under way goes on and changes nothing."""
+        """Until cancelled or `stop`. A look that is under way goes on and changes nothing."""
         task_status.started()
-        while self._lent is not None:
-            await self._news.wait()
-            self._news = Event()
-            entries = await self._call(CallKind.MAP, self._lent.entries, CallSize())
-            for entry in self.segments.listed(entries):
-                await self._map(self._lent, entry)
-            await sleep(PAUSE_S)
+        with self._looking:
+            while self._lent is not None:
+                await self._news.wait()
+                self._news = Event()
+                entries = await self._call(CallKind.MAP, self._lent.entries, CallSize())
+                for entry in self.segments.listed(entries):
+                    await self._map(self._lent, entry)
+                await sleep(PAUSE_S)
+
+    def stop(self) -> None:
+        """Look no more: the connector closes, and begins no call. What is mapped stays so."""
+        self._looking.cancel()
 
     async def _map(self, lent: HostSegments, entry: SegmentEntry) -> None:
         def open_and_map() -> Mapped:

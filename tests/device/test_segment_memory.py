@@ -146,6 +146,19 @@ def test_a_file_that_is_none_of_this_device_is_refused(copier: TorchCopier) -> N
         copier.map_segment(object())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+def test_R6_pages_that_follow_each_other_in_both_memories_arrive_like_others(
+    file: File, layout_for: LayoutFor, apart: int
+) -> None:
+    whole = torch.zeros(9, 2, 512, dtype=torch.uint8)
+    copier = open_torch_device(layout_for([[512, 512]]), [[whole[:, 0], whole[:, 1]]])
+    pages, offsets = [2, 3, 4, 8, 0], [at * (1024 + apart) for at in (5, 6, 7, 8, 9)]
+    copied(copier, copier.map_segment(file), pages, offsets)
+    for page, offset in zip(pages, offsets, strict=True):
+        assert whole[page].numpy().tobytes() == file.data[offset : offset + 1024]
+    assert not whole[[1, 5, 6, 7]].any()
+
+
 def test_R3_what_a_copy_reads_outlives_the_one_who_mapped_it(
     copier: TorchCopier, file: File, caches: list[torch.Tensor]
 ) -> None:

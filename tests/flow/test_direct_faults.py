@@ -222,3 +222,19 @@ async def test_R6_R2_batches_of_a_long_load_are_each_confirmed_while_the_next_on
     asked = [call.keys for call in server.pool.calls if call.operation == "describe"]
     keys = sorted(key for keys in server.keys_of(LONG) for key in keys)
     assert sorted(key for call in asked for key in call) == sorted(keys * 2)
+
+
+async def test_O6_a_connector_that_takes_its_time_to_close_begins_no_look_at_the_register() -> None:
+    scene = Scene(read_path="auto")
+    server = scene.server
+    async with server.open(shutdown_deadline_s=10.0) as kv:
+        await settle()
+        gate = server.runner.hold(CallKind.PUT)
+        request = kv.open_request("save", LONG)
+        await server.compute(kv, request, LONG, server.allocate(LONG))
+        _, load, _ = await server.load(kv, "r", TOKENS)
+        await load.wait()
+        looks = sum(call.kind is CallKind.MAP for call in server.runner.calls)
+    # The put hung for all of the deadline, and the pause between two looks was over long before.
+    assert sum(call.kind is CallKind.MAP for call in server.runner.calls) == looks
+    gate.release()
