@@ -124,6 +124,8 @@ class FakeHost:
         self._numbers = itertools.count(1)
         #: Raised by `open()`, in turn, as long as there are any.
         self.open_errors: list[Exception] = []
+        #: The same for `entries()`.
+        self.register_errors: list[Exception] = []
 
     def lend(self, nbytes: int, *, endpoint: str = "", base: int | None = None, registered: bool = True) -> FakeSegment:
         """A new process lends a segment. `endpoint`: of its own unless given; `registered`: it says so to its host."""
@@ -151,6 +153,8 @@ class FakeHost:
 
     def entries(self) -> list[SegmentEntry]:
         """As the port says."""
+        if self.register_errors:
+            raise self.register_errors.pop(0)
         return [entry for key, entry in self._entries.items() if self._segments[key].lives]
 
     def open(self, entry: SegmentEntry) -> FakeSegmentFile:

@@ -314,3 +314,10 @@ SEGMENT_UNUSED = _event(
     "Pages in memory that a process of this host lends go through the store again: its owner ended, its file is not what the "
     "register says or was changed, or it cannot be mapped or pinned here.",
 )
+REGISTER_UNREADABLE = _event(
+    "akv.segment.register_unreadable",
+    "warning",
+    "error",
+    "The register of this host's segments could not be read, so every page goes through the store. It is read again when "
+    "loads begin.",
+)

@@ -56,7 +56,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 async def find(parts: WorkerParts, reads: DirectReads, record: LoadRecord, batch: Batch) -> Found:
-    """Ask where the pages of a batch lie. Asks nobody where no segment is mapped.
+    """Ask where the pages of a batch lie. Asks nobody where no segment is known.
 
     **Cancellation:** the query goes on and touches nothing.
     """
@@ -77,6 +77,9 @@ async def find(parts: WorkerParts, reads: DirectReads, record: LoadRecord, batch
             reads.drop(mapped, reason)
     translation = translate(answer.replicas, reads.segments.by_endpoint, page_bytes)
     staged = dict(translation.staged)
+    if translation.wanted:
+        reads.segments.want(translation.wanted)
+        reads.look()
     if translation.pieces and not worth_starting(sent, current_time(), parts.lease_s):
         staged[Staged.LATE] = sum(len(pieces.indices) for pieces in translation.pieces)
         translation = msgspec.structs.replace(translation, pieces=())

@@ -1,6 +1,6 @@
 """The segments of this host that a connector knows: which are mapped, and which are not used and why (R3, R4)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,16 +25,16 @@ class Segments:
         #: By segment. An entry that changed is another segment's.
         self._stretches: dict[str, Stretch] = {}
         self._mapped: dict[str, Mapped] = {}
+        #: Not all of them: processes of other pools lend on this host, too.
+        self._wanted: set[str] = set()
         #: The same stretches by the endpoint of their owner.
         self.by_endpoint: Mapping[str, Sequence[Stretch]] = {}
 
     @property
     def why_none(self) -> Staged | None:
-        """Why no page at all can be read directly; None if one may."""
-        if self._mapped:
-            return None
+        """Why no page at all can be read directly, now or soon; None if one may."""
         reasons = {stretch.staged for stretch in self._stretches.values()}
-        return Staged.NOT_MAPPED if Staged.NOT_MAPPED in reasons else next(iter(reasons), Staged.NO_SEGMENT)
+        return None if reasons & {None, Staged.NOT_MAPPED} else next(iter(reasons), Staged.NO_SEGMENT)
 
     @property
     def all_mapped(self) -> list[Mapped]:
@@ -50,8 +50,8 @@ class Segments:
         """The segment, if it can be read now."""
         return self._mapped.get(segment_id)
 
-    def listed(self, entries: Sequence[SegmentEntry]) -> list[SegmentEntry]:
-        """The register was read: forget what it names no more. Returns what is new, to be mapped."""
+    def listed(self, entries: Sequence[SegmentEntry]) -> None:
+        """The register was read: learn what is new, forget what it names no more."""
         stretches, mapped = self._stretches, self._mapped
         self._stretches, self._mapped = {}, {}
         for entry in entries:
@@ -65,7 +65,16 @@ class Segments:
             if key in mapped:
                 self._mapped[key] = msgspec.structs.replace(mapped[key], entry=entry)
         self._sort()
-        return [stretch.entry for stretch in self._stretches.values() if stretch.staged is Staged.NOT_MAPPED]
+
+    def want(self, segment_ids: Iterable[str]) -> None:
+        """Pages lie in these, and cannot be read there yet."""
+        self._wanted.update(segment_ids)
+
+    def to_map(self) -> list[SegmentEntry]:
+        """What is wanted and not mapped yet; from now on it is wanted no more."""
+        wanted, self._wanted = self._wanted, set()
+        stretches = (self._stretches.get(segment_id) for segment_id in wanted)
+        return [stretch.entry for stretch in stretches if stretch is not None and stretch.staged is Staged.NOT_MAPPED]
 
     def use(self, mapped: Mapped) -> None:
         """A segment was mapped. Without effect if the register names it no more."""

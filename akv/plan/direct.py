@@ -72,23 +72,32 @@ class Translation(msgspec.Struct, frozen=True):
     pieces: tuple[Pieces, ...]
     #: How many pages are staged, by reason.
     staged: Mapping[Staged, int]
+    #: Segments that pages lie in and that are not mapped yet.
+    wanted: frozenset[str] = frozenset()
 
 
 def translate(replicas: Sequence[Replica | None], known: Mapping[str, Sequence[Stretch]], page_bytes: int) -> Translation:
     """Find each replica's place in a known segment, by (endpoint, address range). `known`: the segments by endpoint."""
     found: dict[str, tuple[list[int], list[int]]] = {}
     staged: Counter[Staged] = Counter()
+    wanted: set[str] = set()
     for index, replica in enumerate(replicas):
         place = _place(replica, known, page_bytes)
         if isinstance(place, Staged):
             staged[place] += 1
             continue
-        segment_id, offset = place
+        stretch, offset = place
+        segment_id = stretch.entry.segment_id
+        if stretch.staged is not None:
+            staged[stretch.staged] += 1
+            if stretch.staged is Staged.NOT_MAPPED:
+                wanted.add(segment_id)
+            continue
         indices, offsets = found.setdefault(segment_id, ([], []))
         indices.append(index)
         offsets.append(offset)
     pieces = tuple(Pieces(segment_id, tuple(indices), tuple(offsets)) for segment_id, (indices, offsets) in found.items())
-    return Translation(pieces, staged)
+    return Translation(pieces, staged, frozenset(wanted))
 
 
 def moved(before: Sequence[Replica | None], after: Sequence[Replica | None]) -> int | None:
@@ -112,7 +121,7 @@ def in_time(sent: float, ended: float, lease_s: float) -> bool:
     return ended - sent <= lease_s * (1 - MARGIN)
 
 
-def _place(replica: Replica | None, known: Mapping[str, Sequence[Stretch]], page_bytes: int) -> tuple[str, int] | Staged:
+def _place(replica: Replica | None, known: Mapping[str, Sequence[Stretch]], page_bytes: int) -> tuple[Stretch, int] | Staged:
     if replica is None:
         return Staged.NO_REPLICA
     if not replica.complete:
@@ -122,5 +131,5 @@ def _place(replica: Replica | None, known: Mapping[str, Sequence[Stretch]], page
     for stretch in known.get(replica.endpoint, ()):
         offset = replica.address - stretch.entry.base
         if 0 <= offset <= stretch.entry.size - page_bytes:
-            return stretch.staged or (stretch.entry.segment_id, offset)
+            return stretch, offset
     return Staged.NOT_SHARED

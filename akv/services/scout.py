@@ -1,12 +1,14 @@
-"""Looks for segments that processes of this host lend, and maps them: in the background, until then their pages are staged.
+"""Knows which segments processes of this host lend, and maps those that pages lie in: in the background, until then these are
+staged.
 
-It looks when the connector opens and whenever a load begins, at most once in `PAUSE_S`.
+It looks at the register when the connector opens and when loads begin, at most once in `PAUSE_S`.
 """
 
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Any, TypeAlias
 
-from anyio import TASK_STATUS_IGNORED, CancelScope, Event, sleep
+from anyio import TASK_STATUS_IGNORED, CancelScope, Event, current_time
 from anyio.abc import TaskStatus
 
 from akv import observe
@@ -39,9 +41,11 @@ class SegmentScout:
         self._news = Event()
         self._news.set()
         self._looking = CancelScope()
+        #: When the register may be read again.
+        self._next_look = -inf
 
     def look(self) -> None:
-        """Look at the register soon."""
+        """Look at the register, unless that was done just now; map what is wanted."""
         self._news.set()
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
@@ -51,14 +55,23 @@ class SegmentScout:
             while self._lent is not None:
                 await self._news.wait()
                 self._news = Event()
-                entries = await self._call(CallKind.MAP, self._lent.entries, CallSize())
-                for entry in self.segments.listed(entries):
+                if current_time() >= self._next_look:
+                    self._next_look = current_time() + PAUSE_S
+                    await self._read(self._lent)
+                for entry in self.segments.to_map():
                     await self._map(self._lent, entry)
-                await sleep(PAUSE_S)
 
     def stop(self) -> None:
         """Look no more: the connector closes, and begins no call. What is mapped stays so."""
         self._looking.cancel()
+
+    async def _read(self, lent: HostSegments) -> None:
+        try:
+            self.segments.listed(await self._call(CallKind.MAP, lent.entries, CallSize()))
+        except OSError as error:
+            # As an empty one, which costs speed and nothing else.
+            self.segments.listed([])
+            observe.emit(observe.REGISTER_UNREADABLE, error=error)
 
     async def _map(self, lent: HostSegments, entry: SegmentEntry) -> None:
         def open_and_map() -> Mapped:

@@ -13,6 +13,7 @@ from akv_testing.segments import FakeHost, FakeSegment
 from akv_testing.server import FakeServer
 from akv_testing.store import FakeStore
 from akv_testing.traffic import LONG, TOKENS
+from akv_testing.warm_segments import map_each, put_into_each
 
 pytestmark = pytest.mark.anyio
 
@@ -27,9 +28,10 @@ class Scene:
     def __init__(self, **settings: Any) -> None:
         self.host = FakeHost()
         self.store = FakeStore(anyio.current_time, lease_s=LEASE_S)
-        self.segment: FakeSegment = self.host.lend(4 * 16 + 4 * 24)
-        self.store.places = [self.segment]
-        self.server = FakeServer.warm(TOKENS, store=self.store, segments=self.host, lease_s=LEASE_S, **settings)
+        self.segment: FakeSegment = self.host.lend(5 * (16 + 24))
+        self.server = FakeServer(store=self.store, segments=self.host, lease_s=LEASE_S, **settings)
+        put_into_each(self.server, [self.segment])
+        self.server.put_in_store(TOKENS)
         self.keys = [key for keys in self.server.keys_of(TOKENS) for key in keys]
 
     def evict_and_fill(self, *, force: bool) -> None:
@@ -47,7 +49,7 @@ async def failed(scene: Scene, during_copy: Callable[[], None], *, after_s: floa
     """Load the prompt, let something happen while its first copy runs, and say how the load failed; None if it did not."""
     server = scene.server
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         gate = server.device.script.hold("scatter")
         _, load, table = await server.load(kv, "r", TOKENS)
         await settle()
@@ -84,7 +86,7 @@ async def test_R2_the_lease_counts_from_the_sending_of_the_query_not_from_its_an
     scene = Scene()
     server = scene.server
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         # The pool has answered and the answer is on its way back for most of the lease.
         gate = server.runner.hold(CallKind.DESCRIBE, after_body=True)
         copy = server.device.script.hold("scatter")
@@ -101,7 +103,7 @@ async def test_R2_with_little_of_the_lease_left_the_copy_does_not_begin_and_the_
     scene = Scene()
     server = scene.server
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         gate = server.runner.hold(CallKind.DESCRIBE, after_body=True)
         _, load, table = await server.load(kv, "r", TOKENS)
         await anyio.sleep(0.6 * LEASE_S)
@@ -147,7 +149,7 @@ async def test_R4_an_owner_that_ended_and_whose_name_another_process_has_is_not_
     scene = Scene()
     server, old = scene.server, scene.segment
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         # It is mapped, and then another process has its endpoint and, by bad luck, some of its addresses.
         old.owner_ends()
         scene.store.clear()
@@ -157,21 +159,22 @@ async def test_R4_an_owner_that_ended_and_whose_name_another_process_has_is_not_
         _, load, table = await server.load(kv, "r", TOKENS)
         await load.wait()
         assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        await anyio.sleep(2.0)
         before = kv.pressure().reads.direct_pages
-        _, load, table = await server.load(kv, "again", TOKENS)
-        await load.wait()
-        assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert kv.pressure().reads.direct_pages - before == 8
+        for number in range(3):
+            await anyio.sleep(2.0)
+            _, load, table = await server.load(kv, f"again-{number}", TOKENS)
+            await load.wait()
+            assert server.wrong_pages(TOKENS, table, 0, 4) == []
+        assert kv.pressure().reads.direct_pages - before >= 8
 
 
 async def test_R3_a_file_that_was_shortened_during_the_copy_fails_the_load_and_the_next_one_is_staged() -> None:
     scene = Scene()
-    failure = await failed(scene, lambda: scene.segment.truncate(40))
+    failure = await failed(scene, lambda: scene.segment.truncate(80))
     assert (failure and failure.reason) == "copy_failed"
 
 
-@pytest.mark.parametrize("length", [40, 160])
+@pytest.mark.parametrize("length", [80, 199])
 async def test_R3_a_file_that_was_shortened_and_made_longer_again_is_read_no_more(length: int) -> None:
     scene = Scene()
 
@@ -188,19 +191,19 @@ async def test_R3_a_file_that_was_shortened_before_the_query_costs_no_load() -> 
     scene = Scene()
     server = scene.server
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         scene.segment.truncate(0)
         _, load, table = await server.load(kv, "r", TOKENS)
         await load.wait()
         assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert kv.pressure().reads.staged == {"refused": 8}
+        assert kv.pressure().reads.staged["refused"] == 8
 
 
 async def test_R2_a_failed_direct_copy_fails_its_load_alone() -> None:
     scene = Scene()
     server = scene.server
     async with server.open() as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         server.device.script.fail_copy("scatter", RuntimeError("bus"))
         _, load, _ = await server.load(kv, "r", TOKENS)
         with pytest.raises(LoadFailed, match="copy_failed"):
@@ -210,12 +213,17 @@ async def test_R2_a_failed_direct_copy_fails_its_load_alone() -> None:
 
 
 async def test_R6_R2_batches_of_a_long_load_are_each_confirmed_while_the_next_one_is_copied() -> None:
-    host = FakeHost()
-    store = FakeStore(anyio.current_time)
-    store.places = [host.lend(1 << 12)]
-    server = FakeServer.warm(LONG, store=store, segments=host)
+    scene = Scene()
+    server = scene.server
+    scene.store.places.append(other := scene.host.lend(1 << 12))
+    server.put_in_store(LONG)
     async with server.open() as kv:
+        await map_each(server, kv, [scene.segment])
+        _, load, _ = await server.load(kv, "first", LONG)
+        await load.wait()
         await settle()
+        assert kv.pressure().reads.segment_bytes == scene.segment.entry.size + other.entry.size
+        server.pool.calls.clear()
         _, load, table = await server.load(kv, "r", LONG)
         await load.wait()
         assert server.wrong_pages(LONG, table, 0, 9) == []
@@ -228,7 +236,7 @@ async def test_O6_a_connector_that_takes_its_time_to_close_begins_no_look_at_the
     scene = Scene(read_path="auto")
     server = scene.server
     async with server.open(shutdown_deadline_s=10.0) as kv:
-        await settle()
+        await map_each(server, kv, [scene.segment])
         gate = server.runner.hold(CallKind.PUT)
         request = kv.open_request("save", LONG)
         await server.compute(kv, request, LONG, server.allocate(LONG))

@@ -28,13 +28,13 @@ def mapped(entry: SegmentEntry = ENTRY) -> Mapped:
 def test_R3_a_segment_can_be_read_from_its_mapping_until_the_register_names_it_no_more() -> None:
     segments = Segments()
     told = [segments.why_none]
-    assert segments.listed([ENTRY]) == [ENTRY]
+    segments.listed([ENTRY])
     told.append(segments.why_none)
     segments.use(made := mapped())
     told.append(segments.why_none)
-    assert told == [Staged.NO_SEGMENT, Staged.NOT_MAPPED, None]
+    assert told == [Staged.NO_SEGMENT, None, None]
     assert (segments.mapped("a"), segments.mapped_bytes) == (made, 9)
-    assert segments.listed([ENTRY]) == [], "it is known"
+    segments.listed([ENTRY])
     assert segments.mapped("a") == made
     segments.listed([])
     assert (segments.why_none, segments.mapped("a"), segments.by_endpoint) == (Staged.NO_SEGMENT, None, {})
@@ -54,8 +54,8 @@ def test_R4_an_entry_that_changed_is_another_segment_s() -> None:
     segments.listed([ENTRY])
     segments.use(mapped())
     other = msgspec.structs.replace(ENTRY, owner_pid=2)
-    assert segments.listed([other]) == [other]
-    assert segments.mapped("a") is None
+    segments.listed([other])
+    assert (segments.mapped("a"), segments.by_endpoint["host:1"][0].staged) == (None, Staged.NOT_MAPPED)
 
 
 def test_R4_an_owner_that_learns_its_endpoint_has_the_same_memory() -> None:
@@ -63,7 +63,7 @@ def test_R4_an_owner_that_learns_its_endpoint_has_the_same_memory() -> None:
     segments = Segments()
     segments.listed([early])
     segments.use(mapped(early))
-    assert segments.listed([ENTRY]) == []
+    segments.listed([ENTRY])
     (stretch,) = segments.by_endpoint["host:1"]
     assert (stretch.entry, stretch.staged) == (ENTRY, None)
     assert segments.all_mapped[0].entry == ENTRY
@@ -76,9 +76,23 @@ def test_R3_a_refused_segment_is_not_tried_again_until_its_entry_changes(reason:
     segments.use(mapped())
     segments.refuse(ENTRY, reason)
     assert (segments.why_none, segments.mapped("a")) == (reason, None)
-    assert segments.listed([ENTRY]) == []
-    assert segments.by_endpoint["host:1"][0].staged is reason
+    segments.listed([ENTRY])
+    segments.want(["a"])
+    assert (segments.to_map(), segments.by_endpoint["host:1"][0].staged) == ([], reason)
     changed = msgspec.structs.replace(ENTRY, size=10)
-    assert segments.listed([changed]) == [changed]
+    segments.listed([changed])
     segments.refuse(ENTRY, reason)
-    assert segments.why_none is Staged.NOT_MAPPED, "what is said of the old one says nothing of the new one"
+    segments.want(["a"])
+    assert segments.to_map() == [changed], "what is said of the old one says nothing of the new one"
+
+
+def test_R3_only_what_pages_lie_in_is_mapped_and_once() -> None:
+    segments = Segments()
+    other = msgspec.structs.replace(ENTRY, segment_id="b")
+    segments.want(["a", "gone"])
+    segments.listed([ENTRY, other])
+    assert segments.to_map() == [ENTRY]
+    assert segments.to_map() == []
+    segments.use(mapped())
+    segments.want(["a"])
+    assert segments.to_map() == []

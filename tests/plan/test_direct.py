@@ -67,7 +67,9 @@ def test_R4_an_address_is_its_distance_from_the_owner_s_base(offset: int) -> Non
 @pytest.mark.parametrize("reason", [Staged.NOT_MAPPED, Staged.REFUSED, Staged.OWNER_GONE])
 def test_R3_pages_of_a_segment_that_cannot_be_read_are_staged_for_the_segment_s_reason(reason: Staged) -> None:
     segments = known(Stretch(entry("a", 1000, 500), reason))
-    assert translate([Replica("host:1", 1000, PAGE)], segments, PAGE).staged == {reason: 1}
+    translation = translate([Replica("host:1", 1000, PAGE)], segments, PAGE)
+    assert (translation.pieces, translation.staged) == ((), {reason: 1})
+    assert translation.wanted == (frozenset({"a"}) if reason is Staged.NOT_MAPPED else frozenset())
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", ""]), st.integers(0, 400)), max_size=20))
