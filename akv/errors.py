@@ -97,6 +97,10 @@ class SegmentUnusable(AkvError):
     """
 
 
+class SegmentNotReady(AkvError):
+    """A segment of this host cannot be read directly yet: its owner is still allocating it. Its pages are staged meanwhile."""
+
+
 class LoadEnded(AkvError):
     """Base of the two ways in which `Load.wait()` ends without the pages being filled.
 

@@ -78,6 +78,11 @@ class FakeSegmentFile:
         """As the port says."""
         return self.segment.entry.size
 
+    @property
+    def sealed(self) -> bool:
+        """As the port says. `FakeSegment.truncate` is for those that are not."""
+        return False
+
     def owner_lives(self) -> bool:
         """As the port says."""
         return self.segment.lives

@@ -301,23 +301,3 @@ PLAN_DROPPED = _event(
     "plan_id saves reason",
     "A pass was planned and did not run. Its blocks are listed again by a later plan.",
 )
-SEGMENT_MAPPED = _event(
-    "akv.segment.mapped",
-    "debug",
-    "segment owner_pid bytes",
-    "Pages in memory that a process of this host lends are read straight from there from now on.",
-)
-SEGMENT_UNUSED = _event(
-    "akv.segment.unused",
-    "warning",
-    "segment owner_pid bytes reason why",
-    "Pages in memory that a process of this host lends go through the store again: its owner ended, its file is not what the "
-    "register says or was changed, or it cannot be mapped or pinned here.",
-)
-REGISTER_UNREADABLE = _event(
-    "akv.segment.register_unreadable",
-    "warning",
-    "error",
-    "The register of this host's segments could not be read, so every page goes through the store. It is read again when "
-    "loads begin.",
-)

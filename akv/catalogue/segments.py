@@ -30,3 +30,23 @@ SEGMENT_UNPUBLISHED = _event(
     "The pool did not say under which name it knows this process. What it lends is served, but other processes of this "
     "machine cannot read it in place.",
 )
+SEGMENT_MAPPED = _event(
+    "akv.segment.mapped",
+    "debug",
+    "segment owner_pid bytes",
+    "Pages in memory that a process of this host lends are read straight from there from now on.",
+)
+SEGMENT_UNUSED = _event(
+    "akv.segment.unused",
+    "warning",
+    "segment owner_pid bytes reason why",
+    "Pages in memory that a process of this host lends go through the store again: its owner ended, its file is not what the "
+    "register says or was changed, or it cannot be mapped or pinned here.",
+)
+REGISTER_UNREADABLE = _event(
+    "akv.segment.register_unreadable",
+    "warning",
+    "error",
+    "The register of this host's segments could not be read, so every page goes through the store. It is read again when "
+    "loads begin.",
+)

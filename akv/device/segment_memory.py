@@ -7,7 +7,6 @@ pages, which the kernel keeps whatever becomes of the file.
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -22,8 +21,8 @@ from akv.device.caches import GroupCache
 from akv.device.host_memory import pin
 from akv.errors import DeviceError
 
-#: Linux's own numbers, which Python 3.11 does not name.
-_F_GET_SEALS, _F_SEAL_SHRINK, _MADV_POPULATE_READ = 1034, 0x2, 22
+#: Linux's own number, which Python does not name.
+_MADV_POPULATE_READ = 22
 #: Bytes whose pages are mapped in one call.
 _STRIDE = 256 << 20
 #: Pieces of one read; the kernel takes 1,024.
@@ -45,7 +44,7 @@ class TorchSegment:
         nbytes: int = file.nbytes
         self._mapping = mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         #: Whether a CPU may read the mapping: nobody can shorten the file.
-        self.sealed = bool(_seals(self.descriptor) & _F_SEAL_SHRINK)
+        self.sealed: bool = file.sealed
         address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
         self._array = np.asarray(_Mapped(address, nbytes, self._mapping))
         #: uint8, one axis. Not to be written: the memory is mapped for reading only.
@@ -142,13 +141,6 @@ class _Mapped:
         self._mapping = mapping
         # Said to be writable, because torch takes no other; the pages are not.
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
-
-
-def _seals(descriptor: int) -> int:
-    try:
-        return fcntl.fcntl(descriptor, _F_GET_SEALS)
-    except OSError:  # a file system that knows no seals
-        return 0
 
 
 def _populate(address: int, nbytes: int) -> None:

@@ -20,6 +20,7 @@ from akv.pool.client_log import CLIENT_LOG
 from akv.pool.data_path import check_device, prove_data_path
 from akv.pool.embedded import open_embedded_master
 from akv.pool.exit_guard import PROCESS_GUARD
+from akv.pool.host_segments import RegisteredSegments
 from akv.pool.mooncake import MooncakePool
 from akv.pool.own_endpoint import publish_segments
 from akv.pool.reach import reach_master
@@ -29,7 +30,7 @@ from akv.pool.threads import ThreadRunner
 from akv.pool.transfers import PROCESS_BUDGET, entries_allowed
 from akv.settings import Settings, StoreSettings, prepare_client_environment
 
-__all__ = ["LentSegments", "MooncakePool", "ThreadRunner", "open_embedded_master", "open_pool"]
+__all__ = ["LentSegments", "MooncakePool", "RegisteredSegments", "ThreadRunner", "open_embedded_master", "open_pool"]
 
 #: Seconds that the master may take to answer before this process joins its pool, and before it leaves.
 JOIN_DEADLINE_S = 5.0

@@ -5,6 +5,9 @@ from typing import Any
 
 from akv.values.segments import Replica
 
+#: Whether a status says so, by its number.
+_COMPLETE: dict[int, bool] = {}
+
 
 def read_replicas(raw: Any, keys: Sequence[str]) -> list[Replica | None]:
     """One entry per key, in order: its first copy in memory, or None. An answer of another form says nothing of any key."""
@@ -17,6 +20,14 @@ def _in_memory(descriptors: Any) -> Replica | None:
     for descriptor in descriptors:
         if descriptor.is_memory_replica():
             buffer = descriptor.get_memory_descriptor().buffer_descriptor
-            complete = str(descriptor.status).endswith("COMPLETE")
+            complete = _is_complete(descriptor.status)
             return Replica(buffer.transport_endpoint, buffer.buffer_address, buffer.size, complete)
     return None
+
+
+def _is_complete(status: Any) -> bool:
+    # Its name takes four microseconds, twice as long as all else of a descriptor, and there are thousands of them.
+    number = int(status)
+    if number not in _COMPLETE:
+        _COMPLETE[number] = str(status).endswith(".COMPLETE")
+    return _COMPLETE[number]

@@ -14,6 +14,11 @@ class SegmentFile(Protocol):
         """How long it is, in bytes."""
         ...
 
+    @property
+    def sealed(self) -> bool:
+        """Whether the kernel lets nobody shorten it: only then may a CPU read it through a mapping."""
+        ...
+
     def owner_lives(self) -> bool:
         """Whether the process runs that lends it. Only then do the pool's addresses mean what the entry says. Quick."""
         ...
@@ -31,5 +36,7 @@ class HostSegments(Protocol):
         ...
 
     def open(self, entry: SegmentEntry) -> SegmentFile:
-        """Open an entry's file. Raises SegmentUnusable if it is not what the entry says."""
+        """Open an entry's file. Raises SegmentUnusable if it is not what the entry says, SegmentNotReady if it can be
+        soon.
+        """
         ...

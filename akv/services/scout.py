@@ -12,7 +12,7 @@ from anyio import TASK_STATUS_IGNORED, CancelScope, Event, current_time
 from anyio.abc import TaskStatus
 
 from akv import observe
-from akv.errors import DeviceError, SegmentUnusable
+from akv.errors import DeviceError, SegmentNotReady, SegmentUnusable
 from akv.ownership.segments import Mapped, Segments
 from akv.plan.direct import Staged
 from akv.ports import Ports
@@ -80,6 +80,9 @@ class SegmentScout:
 
         try:
             mapped = await self._call(CallKind.MAP, open_and_map, CallSize(0, entry.size))
+        except SegmentNotReady:
+            # The next load that sees a page in it wants it again.
+            return
         except (SegmentUnusable, DeviceError, OSError, MemoryError, ValueError) as error:
             self.segments.refuse(entry, Staged.REFUSED)
             observe.emit(

@@ -22,14 +22,14 @@ Noise = Callable[[int], Any]
 
 PAGES, SIZES = 40, [4096, 48, 8192]
 PAGE_BYTES = sum(SIZES)
-_ADD_SEALS, _SEAL_SHRINK = 1033, 0x2
 
 
 class File:
     """An open segment file, and its bytes."""
 
-    def __init__(self, data: bytes, descriptor: int) -> None:
+    def __init__(self, data: bytes, descriptor: int, *, sealed: bool = False) -> None:
         self.data = data
+        self.sealed = sealed
         self.descriptor = descriptor
         os.pwrite(descriptor, data, 0)
 
@@ -57,8 +57,9 @@ def file(kind: str, noise: Noise, tmp_path: Path) -> File:
     """A segment of `PAGES` pages and a bit: in a memory file that nobody can shorten, or in one that anybody may."""
     if kind == "plain":
         return File(noise(PAGES * PAGE_BYTES + 100).tobytes(), os.open(tmp_path / "segment", os.O_RDWR | os.O_CREAT, 0o600))
-    made = File(noise(PAGES * PAGE_BYTES + 100).tobytes(), os.memfd_create("segment", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC))
-    fcntl.fcntl(made.descriptor, _ADD_SEALS, _SEAL_SHRINK)
+    descriptor = os.memfd_create("segment", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    made = File(noise(PAGES * PAGE_BYTES + 100).tobytes(), descriptor, sealed=True)
+    fcntl.fcntl(made.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return made
 
 

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from akv import Connector, LoadState
+from akv.errors import SegmentNotReady
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv.values.pressure import Reads
@@ -204,6 +205,19 @@ async def test_X5_R4_an_entry_that_lies_is_not_used_and_said_so(lie: dict[str, i
         assert kv.pressure().reads.direct_pages == 0
     (event,) = events(caplog, "akv.segment.unused")
     assert (event["segment"], event["reason"]) == ("segment-1", "refused")
+
+
+async def test_R3_a_segment_that_is_not_ready_is_tried_again_when_a_page_is_seen_in_it() -> None:
+    host = FakeHost()
+    host.open_errors += [SegmentNotReady("being allocated")] * 2
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        await settle()
+        for number in range(4):
+            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
+            await load.wait()
+            await settle()
+        assert kv.pressure().reads.direct_pages >= 8
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), MemoryError("cannot be pinned")])
