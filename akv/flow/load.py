@@ -67,7 +67,7 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
     verdict.
     """
     async with overlapping(staging) as transfer:
-        for batch in split_batches(record.order.groups, staging.batch):
+        for batch in split_batches(record.order.groups, _stretch(parts, staging)):
             rest: Batch | None = batch
             if parts.reads is not None:
                 if record.verdict is not None or not _may_ask(parts, record):
@@ -77,8 +77,17 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
                 if found.copies:
                     second, third = _read_directly(parts, parts.reads, stream, record, found)
                     await transfer.then(None, second, third)
-            if rest is not None and not await _stage(parts, staging, stream, record, rest, transfer):
-                return
+            for part in () if rest is None else split_batches([rest], staging.batch):
+                if not await _stage(parts, staging, stream, record, part, transfer):
+                    return
+
+
+def _stretch(parts: WorkerParts, staging: Staging) -> int:
+    """Pages that are moved together at most. Those that no slot is needed for come in more: each query costs the time that
+    tens of megabytes take to copy.
+    """
+    reads = parts.reads
+    return max(staging.batch, parts.probe_chunk) if reads is not None and reads.segments.all_mapped else staging.batch
 
 
 def _read_directly(

@@ -212,8 +212,12 @@ async def test_R2_a_failed_direct_copy_fails_its_load_alone() -> None:
         assert (await request.lookup()).tokens == 16
 
 
-async def test_R6_R2_batches_of_a_long_load_are_each_confirmed_while_the_next_one_is_copied() -> None:
-    scene = Scene()
+@pytest.mark.parametrize(("probe_chunk", "queries"), [(512, 4), (5, 8), (1, 12)])
+async def test_R6_R2_a_long_load_is_copied_in_stretches_of_a_probe_and_each_is_asked_for_twice(
+    probe_chunk: int, queries: int
+) -> None:
+    # A stretch is never below a batch of the slots, which is four blocks here.
+    scene = Scene(probe_chunk=probe_chunk)
     server = scene.server
     scene.store.places.append(other := scene.host.lend(1 << 12))
     server.put_in_store(LONG)
@@ -230,6 +234,7 @@ async def test_R6_R2_batches_of_a_long_load_are_each_confirmed_while_the_next_on
     asked = [call.keys for call in server.pool.calls if call.operation == "describe"]
     keys = sorted(key for keys in server.keys_of(LONG) for key in keys)
     assert sorted(key for call in asked for key in call) == sorted(keys * 2)
+    assert len(asked) == queries
 
 
 async def test_O6_a_connector_that_takes_its_time_to_close_begins_no_look_at_the_register() -> None:
