@@ -4,10 +4,11 @@ import fcntl
 import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 from akv.errors import SegmentNotReady, SegmentUnusable
 from akv.pool.owners import Liveness, liveness
-from akv.pool.register import SegmentRefused, lent_segments, open_segment
+from akv.pool.register import SegmentRefused, entry_path, lent_segments, open_segment, register_directory
 from akv.settings import StoreSettings
 from akv.values.segments import SegmentEntry
 
@@ -15,9 +16,10 @@ from akv.values.segments import SegmentEntry
 class OpenSegment:
     """Implements `akv.ports.segments.SegmentFile`. Closes when it is let go of."""
 
-    def __init__(self, entry: SegmentEntry, descriptor: int) -> None:
-        """Takes over a descriptor of the entry's file."""
+    def __init__(self, entry: SegmentEntry, descriptor: int, registered: Path) -> None:
+        """Takes over a descriptor of the entry's file. `registered`: where the entry stands."""
         self._entry = entry
+        self._registered = registered
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         #: Nobody can shorten it, ever.
@@ -34,8 +36,8 @@ class OpenSegment:
         return self._descriptor
 
     def owner_lives(self) -> bool:
-        """Whether the process runs that lends it."""
-        return liveness(self._entry) is Liveness.ALIVE
+        """Whether the process runs that lends it, and lends it still: the next segment may have its addresses."""
+        return self._registered.exists() and liveness(self._entry) is Liveness.ALIVE
 
     def unchanged(self) -> bool:
         """Whether nobody shortened, linked or removed the file since it was opened. Writes do not count."""
@@ -61,7 +63,7 @@ class RegisteredSegments:
         holes, as one is that its owner is still allocating.
         """
         try:
-            file = OpenSegment(entry, open_segment(entry))
+            file = OpenSegment(entry, open_segment(entry), entry_path(register_directory(self._store), entry.segment_id))
         except SegmentRefused as refused:
             raise SegmentUnusable(
                 f"segment {entry.segment_id} of process {entry.owner_pid}, {entry.path}, is not what the register says "

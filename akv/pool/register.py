@@ -87,6 +87,11 @@ def register_directory(store: StoreSettings) -> Path:
     return Path(store.shared_memory_dir) / f"akv-{os.geteuid()}"
 
 
+def entry_path(directory: Path, segment_id: str) -> Path:
+    """Where a segment's entry stands as long as the segment is lent."""
+    return directory / f"{segment_id}{ENTRY_SUFFIX}"
+
+
 def open_register(directory: Path) -> None:
     """Make the directory if it is not there. Raises PoolError if it cannot be made or trusted (X5)."""
     try:
@@ -113,7 +118,7 @@ def publish(directory: Path, entry: SegmentEntry) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(entry))
-        partial.replace(directory / f"{entry.segment_id}{ENTRY_SUFFIX}")
+        partial.replace(entry_path(directory, entry.segment_id))
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -20,7 +20,9 @@ class SegmentFile(Protocol):
         ...
 
     def owner_lives(self) -> bool:
-        """Whether the process runs that lends it. Only then do the pool's addresses mean what the entry says. Quick."""
+        """Whether the process runs that lends it, and lends it still. Only then do the pool's addresses mean what the entry
+        says. Quick.
+        """
         ...
 
     def unchanged(self) -> bool:

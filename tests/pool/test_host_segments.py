@@ -11,7 +11,7 @@ import pytest
 from akv.errors import SegmentNotReady, SegmentUnusable
 from akv.pool import RegisteredSegments
 from akv.pool.owners import mapped_at, this_process
-from akv.pool.register import open_register, publish, register_directory
+from akv.pool.register import open_register, publish, register_directory, withdraw
 from akv.pool.shared_memory import SegmentFile, make_file
 from akv.settings import StoreSettings
 from akv.values.segments import SegmentEntry
@@ -24,7 +24,7 @@ class Lent:
 
     def __init__(self, directory: Path, kind: SegmentFile) -> None:
         store = StoreSettings(shared_memory_dir=str(directory))
-        register = register_directory(store)
+        self.register = register = register_directory(store)
         open_register(register)
         self.descriptor, path = make_file(kind, register, "a1", SIZE)
         self._mapping = mmap.mmap(self.descriptor, SIZE)
@@ -110,3 +110,11 @@ def test_R4_an_owner_that_is_another_process_by_now_does_not_live(lent: Callable
     segment = lent("memfd")
     entry = msgspec.structs.replace(segment.entry, owner_started=segment.entry.owner_started + 1)
     assert not segment.segments.open(entry).owner_lives()
+
+
+def test_R4_a_segment_that_its_owner_lends_no_more_is_nobody_s(lent: Callable[[SegmentFile], Lent]) -> None:
+    segment = lent("memfd")
+    file = segment.segments.open(segment.entry)
+    assert file.owner_lives()
+    withdraw(segment.register, segment.entry.segment_id)
+    assert not file.owner_lives(), "the process goes on, and may lend other memory at these addresses"
