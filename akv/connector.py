@@ -339,6 +339,7 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
             CallKind.PUT: settings.savers,
             CallKind.COPY: settings.loaders + settings.savers,
             CallKind.SNAPSHOT: 1,
+            CallKind.READ: settings.loaders,
             CallKind.DESCRIBE: settings.loaders,
             CallKind.MAP: 1,
         }

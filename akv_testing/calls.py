@@ -30,6 +30,7 @@ DEFAULT_LIMITS: Mapping[CallKind, int] = {
     CallKind.PUT: 1,
     CallKind.COPY: 3,
     CallKind.SNAPSHOT: 1,
+    CallKind.READ: 2,
     CallKind.DESCRIBE: 2,
     CallKind.MAP: 1,
 }
@@ -58,6 +59,7 @@ class Latency:
             CallKind.PUT: self.put_s,
             CallKind.COPY: self.copy_s,
             CallKind.SNAPSHOT: self.copy_s if self.snapshot_s is None else self.snapshot_s,
+            CallKind.READ: self.describe_s,
             CallKind.DESCRIBE: self.describe_s,
             CallKind.MAP: self.map_s,
         }

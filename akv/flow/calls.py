@@ -7,6 +7,7 @@ slots, and only the call's own end, delivered on the loop, lets go of them and o
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from anyio import CancelScope, CapacityLimiter, Event
@@ -75,6 +76,40 @@ def nothing() -> None:
 
 def lets_go(value: Any) -> None:
     """The `settle` of a call that touches nothing once it has returned."""
+
+
+class QueuedCopy:
+    """A copy whose call has returned. Made by `CallDesk.queue`."""
+
+    def __init__(self, size: CallSize, give_up: Callable[[], None]) -> None:
+        self._size = size
+        self._give_up = give_up
+        self._ended = Event()
+        self._failures: list[BaseException | None] = []
+        #: Set when the call returned.
+        self.returned = Event()
+
+    @property
+    def running(self) -> bool:
+        """Whether it may touch its pages still."""
+        return not self._failures
+
+    def has_ended(self, failure: BaseException | None) -> None:
+        """The desk's: it ended, well or with a failure."""
+        self._failures.append(failure)
+        self._ended.set()
+
+    async def ended(self) -> None:
+        """Wait until its event completed. Raises CopyFailed from what its call raised, or its event.
+
+        **Cancellation:** the wait ends at once; the copy goes on.
+        """
+        try:
+            await self._ended.wait()
+        finally:
+            self._give_up()
+        if self._failures[0] is not None:
+            raise CopyFailed(f"a device copy of {self._size.keys} pages failed") from self._failures[0]
 
 
 class CallDesk:
@@ -174,20 +209,35 @@ class CallDesk:
 
         **Cancellation:** the wait ends at once; the copy goes on, and `end` is called at its end all the same.
         """
-        place = object()
-        await self._places[CallKind.COPY].acquire_on_behalf_of(place)
-        if not begin():
-            self._places[CallKind.COPY].release_on_behalf_of(place)
+        queued = await self.queue(CallKind.COPY, call, size, ticket, begin=begin, end=end)
+        if queued is None:
             return False
-        record = self._records.begin(CallKind.COPY, *(() if ticket is None else (ticket,)))
-        ended = Event()
-        failures: list[BaseException | None] = []
+        await queued.ended()
+        return True
+
+    async def queue(
+        self,
+        kind: CallKind,
+        call: Callable[[], PassEvent],
+        size: CallSize,
+        ticket: SlotTicket | None,
+        *,
+        begin: Callable[[], bool],
+        end: Callable[[PassEvent | None], None],
+    ) -> "QueuedCopy | None":
+        """As `copy`, and return as soon as `call` has: its copy may still run, and has its place until it ended."""
+        place = object()
+        await self._places[kind].acquire_on_behalf_of(place)
+        if not begin():
+            self._places[kind].release_on_behalf_of(place)
+            return None
+        record = self._records.begin(kind, *(() if ticket is None else (ticket,)))
+        queued = QueuedCopy(size, partial(self._records.give_up, record))
 
         def finished(event: PassEvent | None, failure: BaseException | None) -> None:
-            self._places[CallKind.COPY].release_on_behalf_of(place)
+            self._places[kind].release_on_behalf_of(place)
             self._end(record)
-            failures.append(failure)
-            ended.set()
+            queued.has_ended(failure)
             end(event if failure is None else None)
 
         def issued(result: CallEnd) -> None:
@@ -195,19 +245,19 @@ class CallDesk:
                 finished(None, result.error)
             else:
                 self._events.watch(result.value, lambda failure: finished(result.value, failure))
+            queued.returned.set()
 
         try:
-            self._runner.start(CallKind.COPY, call, size, issued)
+            self._runner.start(kind, call, size, issued)
         except BaseException as error:
             finished(None, error)
             raise
         try:
-            await ended.wait()
-        finally:
+            await queued.returned.wait()
+        except BaseException:
             self._records.give_up(record)
-        if failures[0] is not None:
-            raise CopyFailed(f"a device copy of {size.keys} pages failed") from failures[0]
-        return True
+            raise
+        return queued
 
     async def issue(
         self,

@@ -3,6 +3,9 @@
 A query names the place of each page and leases it. What translates to a mapped segment is copied from the mapping, as from a
 slot; then a second query says whether the pages lay there all the while, since whoever removes by force waits for no lease.
 Only when the copy and the second answer were in order and in time does a page count as read.
+
+Query, copy and, where the copy has ended by then, second query are one call: each way between the loop and a thread costs as
+much as a megabyte takes to copy.
 """
 
 from collections.abc import Sequence
@@ -10,146 +13,259 @@ from collections.abc import Sequence
 import msgspec
 from anyio import current_time
 
-from akv.flow.calls import CopyFailed
-from akv.flow.copying import copy_into_pages
+from akv.errors import DeviceError
+from akv.flow.calls import CopyFailed, QueuedCopy
+from akv.flow.copying import report_load
 from akv.flow.parts import WorkerParts
+from akv.flow.permits import WritePermit
 from akv.flow.reads import DirectReads
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.segments import Mapped
-from akv.plan.batching import Batch
-from akv.plan.direct import Pieces, Staged, in_time, moved, translate, worth_starting
+from akv.plan.batching import Batch, selected
+from akv.plan.direct import Staged, Translation, in_time, moved, translate
 from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import CopyStream
-from akv.values.messages import GroupPages
+from akv.ports.device import CopyStream, PassEvent
 from akv.values.segments import Replica
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What of a batch is read directly, and what is left."""
-
-    batch: Batch
-    copies: tuple[tuple[Mapped, Pieces], ...] = ()
-    rest: Batch | None = None
-    #: What the pool said of each page, and when it was asked.
-    replicas: Sequence[Replica | None] = ()
-    sent: float = 0.0
-
-    @property
-    def indices(self) -> list[int]:
-        """The places in the batch of the pages that are read directly."""
-        return [index for _, pieces in self.copies for index in pieces.indices]
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """Why pages that were copied cannot be used."""
-
-    reason: str
-    #: The first page's place in the batch.
-    index: int = 0
-
-
 class _Answer(msgspec.Struct, frozen=True):
-    """What a query came to: the pool's answer, and which of the segments cannot be relied on."""
+    """What a query came to: the pool's answer for each batch, and which of the segments cannot be relied on."""
 
-    replicas: Sequence[Replica | None]
+    replicas: Sequence[Sequence[Replica | None]]
     bad: dict[str, Staged]
 
 
-async def find(parts: WorkerParts, reads: DirectReads, record: LoadRecord, batch: Batch) -> Found:
-    """Ask where the pages of a batch lie. Asks nobody where no segment is known.
+class _Together:
+    """The events of several copies as one, which has completed, or failed, when nothing of any of them runs."""
 
-    **Cancellation:** the query goes on and touches nothing.
+    def __init__(self, events: Sequence[PassEvent]) -> None:
+        self._running = list(events)
+        self._failure: DeviceError | None = None
+
+    def query(self) -> bool:
+        running, self._running = self._running, []
+        for event in running:
+            try:
+                completed = event.query()
+            except DeviceError as failure:
+                self._failure = failure
+            else:
+                if not completed:
+                    self._running.append(event)
+        if not self._running and self._failure is not None:
+            raise self._failure
+        return not self._running
+
+
+class DirectRead:
+    """The pages of one stretch of a load, on their way. Used by the load's task; `_call` runs on a thread.
+
+    `begin()`, then `finish()` if that says that there is something to wait for.
     """
-    count, page_bytes = len(batch.pages), parts.page_bytes[batch.group]
-    off = reads.off
-    if off is None:
-        reads.look()
-        off = reads.segments.why_none
-    if off is not None:
-        record.paths.are_staged({off: count}, page_bytes)
-        return Found(batch, rest=batch)
-    record.asking = True
-    sent, answer = await _ask(parts, parts.keys.keys(batch.group, batch.hashes), reads.segments.all_mapped)
-    record.asking = False
-    for segment_id, reason in answer.bad.items():
-        mapped = reads.segments.mapped(segment_id)
-        if mapped is not None:
-            reads.drop(mapped, reason)
-    translation = translate(answer.replicas, reads.segments.by_endpoint, page_bytes)
-    staged = dict(translation.staged)
-    if translation.wanted:
-        reads.segments.want(translation.wanted)
-        reads.look()
-    if translation.pieces and not worth_starting(sent, current_time(), parts.lease_s):
-        staged[Staged.LATE] = sum(len(pieces.indices) for pieces in translation.pieces)
-        translation = msgspec.structs.replace(translation, pieces=())
-    record.paths.are_staged(staged, page_bytes)
-    copies = tuple(
-        (mapped, pieces) for pieces in translation.pieces if (mapped := reads.segments.mapped(pieces.segment_id)) is not None
-    )
-    found = Found(batch, copies, None, answer.replicas, sent)
-    direct = set(found.indices)
-    if len(direct) == count:
-        return found
-    return msgspec.structs.replace(found, rest=_selected(batch, [index for index in range(count) if index not in direct]))
 
+    def __init__(
+        self, parts: WorkerParts, reads: DirectReads, stream: CopyStream, record: LoadRecord, batches: Sequence[Batch]
+    ) -> None:
+        self._parts = parts
+        self._reads = reads
+        self._stream = stream
+        self._record = record
+        self._batches = batches
+        self._names = [parts.keys.keys(batch.group, batch.hashes) for batch in batches]
+        # What the loop knows now: it may change there while the call runs.
+        self._known = reads.segments.by_endpoint
+        self._mapped = {mapped.entry.segment_id: mapped for mapped in reads.segments.all_mapped}
+        self._permit = WritePermit()
+        self._sent = 0.0
+        self._queued: QueuedCopy | None = None
+        #: What the call leaves behind.
+        self._first: _Answer | None = None
+        self._found: list[Translation] = []
+        self._events: list[PassEvent] = []
+        self._second: _Answer | None = None
 
-async def copy_found(parts: WorkerParts, stream: CopyStream, record: LoadRecord, found: Found) -> Trouble | None:
-    """Copy what was found into its pages. Says what is wrong with it; nothing, if the load has a verdict already.
+    async def begin(self) -> Sequence[Batch] | None:
+        """Ask where the pages lie, and have those copied that lie in segments. Returns the others; None, with a verdict
+        passed, if the load gets no further.
 
-    **Cancellation:** the wait ends; the copy goes on, and keeps pages and memory until its end.
-    """
-    for mapped, pieces in found.copies:
-        part = _selected(found.batch, pieces.indices)
+        **Cancellation:** the query goes on and touches nothing; a copy that has begun keeps pages and memory until its end.
+        """
+        size = CallSize(sum(len(batch.pages) for batch in self._batches))
+        self._record.asking = True
+        queued = await self._parts.desk.queue(CallKind.READ, self._call, size, None, begin=self._begins, end=self._ends)
+        self._record.asking = False
+        if queued is None:
+            return None
+        if self._first is None:
+            # Not a copy's failure: the query raised, which no pool does.
+            await queued.ended()
+            raise AssertionError("a call that returned has asked")
+        self._queued = queued
+        self._learn(self._first)
+        if self._record.verdict is not None:
+            return None
+        return [
+            selected(batch, left)
+            for batch, found in zip(self._batches, self._found, strict=True)
+            if (left := _others(len(batch.pages), found))
+        ]
+
+    @property
+    def copies(self) -> bool:
+        """Whether something is copied, so that `finish` has something to say."""
+        return any(found.pieces for found in self._found)
+
+    async def copied(self) -> None:
+        """Wait until the pages are copied. Passes a verdict if they cannot be used.
+
+        **Cancellation:** the wait ends; the copy goes on, and keeps pages and memory until its end.
+        """
+        if self._queued is None:
+            return
         try:
-            await copy_into_pages(parts, stream, record, part, mapped.memory, pieces.offsets)
+            await self._queued.ended()
         except CopyFailed:
-            return Trouble("copy_failed", pieces.indices[0])
+            self._fail("copy_failed")
         # Seen from the loop a copy ends later than on the device, never earlier.
-        if not in_time(found.sent, current_time(), parts.lease_s):
-            return Trouble("lease_expired", pieces.indices[0])
-    return None
+        if not in_time(self._sent, current_time(), self._parts.lease_s):
+            self._fail("lease_expired")
 
+    async def confirmed(self) -> None:
+        """Ask again, where the call has not, where the pages lie. They count as read if they lay there all the while; else it
+        passes a verdict.
 
-async def confirm(parts: WorkerParts, reads: DirectReads, record: LoadRecord, found: Found) -> Trouble | None:
-    """Ask again, after the copy, where the pages lie. Says what is wrong with them; else they count as read.
+        **Cancellation:** the query goes on and touches nothing.
+        """
+        # A load that has failed asks nobody.
+        if self._record.verdict is not None or self._first is None:
+            return
+        answer = self._second
+        if answer is None:
+            answer = await self._parts.desk.run(CallKind.DESCRIBE, self._ask_again, CallSize(len(self._places())))
+        # An owner may have ended since: what it held stays as it was while it is mapped here.
+        changed = [key for key, bad in answer.bad.items() if bad is Staged.REFUSED]
+        for segment_id in changed:
+            self._reads.drop(self._mapped[segment_id], Staged.REFUSED)
+        if changed:
+            self._fail("segment_changed", *self._places_in(changed[0])[0])
+            return
+        places = self._places()
+        before = [self._first.replicas[batch][index] for batch, index in places]
+        at = moved(before, [replica for replicas in answer.replicas for replica in replicas])
+        if at is not None:
+            self._fail("moved", *places[at])
+            return
+        for batch, found in zip(self._batches, self._found, strict=True):
+            pages = sum(len(pieces.indices) for pieces in found.pieces)
+            self._record.paths.read_directly(pages, self._parts.page_bytes[batch.group])
 
-    **Cancellation:** the query goes on and touches nothing.
-    """
-    indices = found.indices
-    names = parts.keys.keys(found.batch.group, [found.batch.hashes[index] for index in indices])
-    _, answer = await _ask(parts, names, [mapped for mapped, _ in found.copies])
-    for mapped, pieces in found.copies:
-        # Its owner may have ended since: what it held stays as it was while it is mapped here.
-        if answer.bad.get(mapped.entry.segment_id) is Staged.REFUSED:
-            reads.drop(mapped, Staged.REFUSED)
-            return Trouble("segment_changed", pieces.indices[0])
-    at = moved([found.replicas[index] for index in indices], answer.replicas)
-    if at is not None:
-        return Trouble("moved", indices[at])
-    record.paths.read_directly(len(indices), parts.page_bytes[found.batch.group])
-    return None
+    def _begins(self) -> bool:
+        self._sent = current_time()
+        return self._parts.reservations.begin_read(self._record, self._permit)
 
+    def _ends(self, event: PassEvent | None) -> None:
+        if event is None and self._events:
+            # One of several copies was refused, and those before it may run still.
+            self._parts.events.watch(_Together(self._events), self._let_go)
+        else:
+            self._let_go(None)
 
-async def _ask(parts: WorkerParts, keys: Sequence[str], segments: Sequence[Mapped]) -> tuple[float, _Answer]:
-    """When the pool was asked, and what it and the owners of these segments said; the owners behind the pool, because while
-    one lives nobody else has its endpoint and its addresses.
-    """
-    times: list[float] = []
+    def _let_go(self, failure: BaseException | None) -> None:
+        for event in self._events if failure is None else ():
+            # The host has seen the copy's end, so this costs nothing; it tells the stream that reads the pages next (M4).
+            self._parts.device.execution_waits_for(event)
+        self._permit.end()
+        report_load(self._parts, self._parts.reservations.end_read(self._record, self._permit))
 
-    def begun() -> bool:
-        times.append(current_time())
-        return True
+    def _learn(self, first: _Answer) -> None:
+        reads, wanted, unknown = self._reads, set[str](), False
+        for segment_id, reason in first.bad.items():
+            reads.drop(self._mapped[segment_id], reason)
+        for batch, found in zip(self._batches, self._found, strict=True):
+            wanted |= found.wanted
+            # A process may have joined since the register was read.
+            unknown = unknown or Staged.NOT_SHARED in found.staged
+            self._record.paths.are_staged(found.staged, self._parts.page_bytes[batch.group])
+        reads.segments.want(wanted)
+        if wanted or unknown:
+            reads.look()
 
-    def ask() -> _Answer:
-        replicas = parts.pool.describe(keys)
-        return _Answer(replicas, {mapped.entry.segment_id: bad for mapped in segments if (bad := _fault(mapped)) is not None})
+    # The following run on the call's thread.
 
-    answer: _Answer = await parts.desk.run(CallKind.DESCRIBE, ask, CallSize(len(keys)), begin=begun)
-    if len(answer.replicas) != len(keys):
-        # Nobody knows which page an answer is about.
-        answer = _Answer([None] * len(keys), answer.bad)
-    return times[0], answer
+    def _call(self) -> PassEvent:
+        replicas = self._ask(self._names)
+        found = self._translated(replicas, {})
+        bad = self._faults(found)
+        # The owners are asked behind the pool, because while one lives nobody else has its endpoint and its addresses.
+        self._found = self._translated(replicas, bad) if bad else found
+        self._first = _Answer(replicas, bad)
+        if self.copies and self._permit.begin():
+            self._copy()
+        together = _Together(self._events)
+        if self._events and together.query():
+            self._permit.end()
+            self._second = self._ask_again()
+        return together
+
+    def _copy(self) -> None:
+        for batch, found in zip(self._batches, self._found, strict=True):
+            for pieces in found.pieces:
+                pages = [batch.pages[index] for index in pieces.indices]
+                memory = self._mapped[pieces.segment_id].memory
+                event = self._parts.device.scatter(
+                    self._stream, batch.group, pages, memory, pieces.offsets, self._record.fence
+                )
+                self._events.append(event)
+
+    def _ask_again(self) -> _Answer:
+        names = [
+            [self._names[batch][index] for batch, index in self._places() if batch == number]
+            for number in range(len(self._names))
+        ]
+        return _Answer(self._ask(names), self._faults(self._found))
+
+    def _ask(self, names: Sequence[Sequence[str]]) -> list[Sequence[Replica | None]]:
+        answers = self._parts.pool.describe([name for some in names for name in some])
+        if len(answers) != sum(map(len, names)):
+            # Nobody knows which page an answer is about.
+            return [[None] * len(some) for some in names]
+        split, at = [], 0
+        for some in names:
+            split.append(answers[at : at + len(some)])
+            at += len(some)
+        return split
+
+    def _translated(self, replicas: Sequence[Sequence[Replica | None]], bad: dict[str, Staged]) -> list[Translation]:
+        return [
+            translate(some, self._known, self._parts.page_bytes[batch.group], bad)
+            for batch, some in zip(self._batches, replicas, strict=True)
+        ]
+
+    def _faults(self, found: Sequence[Translation]) -> dict[str, Staged]:
+        used = {pieces.segment_id for each in found for pieces in each.pieces}
+        return {segment_id: bad for segment_id in sorted(used) if (bad := _fault(self._mapped[segment_id])) is not None}
+
+    # The following are the load's own arithmetic.
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Batch and place in it of each page that is copied, in the order of the second query."""
+        return [
+            (number, index) for number, found in enumerate(self._found) for pieces in found.pieces for index in pieces.indices
+        ]
+
+    def _places_in(self, segment_id: str) -> list[tuple[int, int]]:
+        return [
+            (number, index)
+            for number, found in enumerate(self._found)
+            for pieces in found.pieces
+            if pieces.segment_id == segment_id
+            for index in pieces.indices
+        ]
+
+    def _fail(self, reason: str, batch: int | None = None, index: int = 0) -> None:
+        if batch is None:
+            batch, index = self._places()[0]
+        report_load(self._parts, self._parts.reservations.fail(self._record, self._names[batch][index], reason))
 
 
 def _fault(mapped: Mapped) -> Staged | None:
@@ -158,10 +274,7 @@ def _fault(mapped: Mapped) -> Staged | None:
     return None if mapped.file.owner_lives() else Staged.OWNER_GONE
 
 
-def _selected(batch: Batch, indices: Sequence[int]) -> Batch:
-    return GroupPages(
-        batch.group,
-        tuple(batch.blocks[index] for index in indices),
-        tuple(batch.pages[index] for index in indices),
-        tuple(batch.hashes[index] for index in indices),
-    )
+def _others(count: int, found: Translation) -> list[int]:
+    """The places in a batch of the pages that are not copied."""
+    copied = {index for pieces in found.pieces for index in pieces.indices}
+    return [index for index in range(count) if index not in copied]

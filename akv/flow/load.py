@@ -6,21 +6,21 @@ batch and the store call of the next overlap. Where the store can reach the page
 What lies in a segment of this host is read from there, and the rest of its batch in one of these ways (R1).
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from anyio import current_time, move_on_after
 
 from akv.flow.calls import CopyFailed, NoSlots, event_reached
 from akv.flow.copying import copy_into_pages, report_load
-from akv.flow.direct import Found, Trouble, confirm, copy_found, find
+from akv.flow.direct import DirectRead
 from akv.flow.overlap import Overlap, overlapping
 from akv.flow.parts import WorkerParts, call_on_pages, probe_call, store_call
 from akv.flow.reads import DirectReads
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
-from akv.plan.batching import Batch, split_batches
+from akv.plan.batching import Batch, split_batches, split_stretches
 from akv.plan.breaker import NOT_ASKED, Waited
 from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostRegion
@@ -63,51 +63,55 @@ async def _still_there(parts: WorkerParts, record: LoadRecord) -> bool:
 
 
 async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
-    """Move batch after batch, the second step of each while the next one takes its first. Ends early once the load has a
+    """Move stretch after stretch, the second step of each while the next one takes its first. Ends early once the load has a
     verdict.
     """
     async with overlapping(staging) as transfer:
-        for batch in split_batches(record.order.groups, _stretch(parts, staging)):
-            rest: Batch | None = batch
+        for stretch in split_stretches(record.order.groups, _stretch(parts, staging, record)):
+            rest: Sequence[Batch] | None = stretch
             if parts.reads is not None:
-                if record.verdict is not None or not _may_ask(parts, record):
+                rest = await _read_directly(parts, parts.reads, stream, record, stretch, transfer)
+            for batch in () if not rest else split_batches(rest, staging.batch):
+                if not await _stage(parts, staging, stream, record, batch, transfer):
                     return
-                found = await find(parts, parts.reads, record, batch)
-                rest = found.rest
-                if found.copies:
-                    second, third = _read_directly(parts, parts.reads, stream, record, found)
-                    await transfer.then(None, second, third)
-            for part in () if rest is None else split_batches([rest], staging.batch):
-                if not await _stage(parts, staging, stream, record, part, transfer):
-                    return
+            if rest is None:
+                return
 
 
-def _stretch(parts: WorkerParts, staging: Staging) -> int:
-    """Pages that are moved together at most. Those that no slot is needed for come in more: each query costs the time that
+def _stretch(parts: WorkerParts, staging: Staging, record: LoadRecord) -> int:
+    """Blocks that are moved together at most. Pages that no slot is needed for come in more: each query costs the time that
     tens of megabytes take to copy.
     """
     reads = parts.reads
-    return max(staging.batch, parts.probe_chunk) if reads is not None and reads.segments.all_mapped else staging.batch
+    if reads is None or not reads.segments.all_mapped:
+        return staging.batch
+    return max(staging.batch, parts.probe_chunk // len(record.order.groups))
 
 
-def _read_directly(
-    parts: WorkerParts, reads: DirectReads, stream: CopyStream, record: LoadRecord, found: Found
-) -> tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]:
-    """The steps behind the query: the copy, and the question whether it copied what it was to. Either may pass a verdict."""
-
-    def judge(trouble: Trouble | None) -> None:
-        if trouble is not None:
-            _fail(parts, record, found.batch, trouble.reason, trouble.index)
-
-    async def copy() -> None:
-        judge(await copy_found(parts, stream, record, found))
-
-    async def ask_again() -> None:
-        # A load that has failed asks nobody.
-        if record.verdict is None:
-            judge(await confirm(parts, reads, record, found))
-
-    return copy, ask_again
+async def _read_directly(
+    parts: WorkerParts,
+    reads: DirectReads,
+    stream: CopyStream,
+    record: LoadRecord,
+    stretch: Sequence[Batch],
+    transfer: Overlap,
+) -> Sequence[Batch] | None:
+    """Have those pages of a stretch copied that lie in segments of this host. Returns the others; None, with a verdict passed,
+    if the load gets no further.
+    """
+    off = reads.why_none()
+    if off is not None:
+        for batch in stretch:
+            record.paths.are_staged({off: len(batch.pages)}, parts.page_bytes[batch.group])
+        return stretch
+    if record.verdict is not None or not _may_ask(parts, record):
+        return None
+    reading = DirectRead(parts, reads, stream, record, stretch)
+    rest = await reading.begin()
+    if rest is not None and reading.copies:
+        # Where the copy has ended, as on a CPU, neither waits for anything.
+        await transfer.then(None, reading.copied, reading.confirmed)
+    return rest
 
 
 async def _stage(
@@ -203,8 +207,8 @@ def _asks(parts: WorkerParts, record: LoadRecord) -> bool:
     return record.asking
 
 
-def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str, index: int = 0) -> None:
-    key = parts.keys.keys(batch.group, [batch.hashes[index]])[0]
+def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str) -> None:
+    key = parts.keys.keys(batch.group, batch.hashes[:1])[0]
     report_load(parts, parts.reservations.fail(record, key, reason))
 
 

@@ -18,6 +18,15 @@ class DirectReads(msgspec.Struct, frozen=True, kw_only=True):
     #: Has the register looked at again, soon.
     look: Callable[[], None]
 
+    def why_none(self) -> Staged | None:
+        """Why no page at all can be read directly now; None if one may. Has the register looked at if that may help."""
+        if self.off is not None:
+            return self.off
+        reason = self.segments.why_none
+        if reason is not None:
+            self.look()
+        return reason
+
     def drop(self, mapped: Mapped, reason: Staged) -> None:
         """Read nothing from this segment any more."""
         if self.segments.mapped(mapped.entry.segment_id) is not None:

@@ -9,10 +9,18 @@ quarantine until the call returned (D2).
 
 from bisect import insort_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from akv.ownership.read_paths import ReadPaths
 from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
+
+
+class Permit(Protocol):
+    """Leave to write into a load's pages that a call was given before it knew whether it will."""
+
+    def take_back(self) -> bool:
+        """True if nothing of the call writes or ever will; False while something does."""
+        ...
 
 
 class LoadRecord:
@@ -29,6 +37,7 @@ class LoadRecord:
         "interrupt",
         "order",
         "paths",
+        "permits",
         "queued_at",
         "reason",
         "verdict",
@@ -42,6 +51,8 @@ class LoadRecord:
         self.fence = fence
         #: Copies into its pages that are queued or running.
         self.copies = 0
+        #: Of those that a call issues once it knows where from: it has not begun, or writes, or has ended to.
+        self.permits: list[Permit] = []
         #: The pages of store calls that write into pages of it, and have not returned.
         self.calls: list[GroupPages] = []
         #: A store call of its work is under way, or was when a deadline ended the wait for it.
@@ -104,6 +115,22 @@ class Reservations:
         """A copy's event completed (or the copy failed): it writes nothing any more."""
         record.copies -= 1
         return self._settle(record)
+
+    def begin_read(self, record: LoadRecord, permit: Permit) -> bool:
+        """Ask to write into the pages later, from where no verdict is seen: it takes the permit back. False once one is
+        passed.
+        """
+        if not self.begin_copy(record):
+            return False
+        record.permits.append(permit)
+        return True
+
+    def end_read(self, record: LoadRecord, permit: Permit) -> LoadResult | None:
+        """The call returned and its copy's event completed. Without effect if the permit was taken back."""
+        if permit not in record.permits:
+            return None
+        record.permits.remove(permit)
+        return self.end_copy(record)
 
     def begin_call(self, record: LoadRecord, pages: GroupPages) -> bool:
         """Ask to have the store write into these pages. False once a verdict is passed."""
@@ -172,6 +199,10 @@ class Reservations:
         # The first verdict stands: a cancel and a completion in the same instant end the load once (D6).
         if record.verdict is None:
             record.verdict = verdict
+            for permit in [permit for permit in record.permits if permit.take_back()]:
+                # Its call may hang in a query for as long as it likes.
+                record.permits.remove(permit)
+                record.copies -= 1
         return self._settle(record)
 
     def _settle(self, record: LoadRecord) -> LoadResult | None:

@@ -21,19 +21,36 @@ def split_batches(groups: Sequence[GroupPages], slots: int) -> list[Batch]:
     """
     if slots < 1:
         raise ValueError(f"{slots} slots")
-    blocks = sorted(set().union(*(group.blocks for group in groups)))
-    batches: list[Batch] = []
+    return [batch for stretch in split_stretches(groups, slots) for batch in stretch]
+
+
+def split_stretches(groups: Sequence[GroupPages], blocks: int) -> list[list[Batch]]:
+    """Cut columns of pages at every so many blocks, early ones first: a batch for each group that has pages there."""
+    all_blocks = sorted(set().union(*(group.blocks for group in groups)))
+    stretches: list[list[Batch]] = []
     starts = [0] * len(groups)
-    for at in range(0, len(blocks), slots):
-        last = blocks[min(at + slots, len(blocks)) - 1]
+    for at in range(0, len(all_blocks), blocks):
+        last = all_blocks[min(at + blocks, len(all_blocks)) - 1]
+        stretch: list[Batch] = []
         for index, group in enumerate(groups):
             start = starts[index]
             end = starts[index] = bisect_left(group.blocks, last + 1, start)
             if start < end:
-                batches.append(
+                stretch.append(
                     GroupPages(group.group, group.blocks[start:end], group.pages[start:end], group.hashes[start:end])
                 )
-    return batches
+        stretches.append(stretch)
+    return stretches
+
+
+def selected(batch: Batch, indices: Sequence[int]) -> Batch:
+    """The pages at these places of a batch."""
+    return GroupPages(
+        batch.group,
+        tuple(batch.blocks[index] for index in indices),
+        tuple(batch.pages[index] for index in indices),
+        tuple(batch.hashes[index] for index in indices),
+    )
 
 
 def slot_offsets(slots: Sequence[int], slot_bytes: int) -> list[int]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 
 import msgspec
 
@@ -36,8 +37,6 @@ class Staged(StrEnum):
     REFUSED = "refused"
     #: The process that lends its segment has ended.
     OWNER_GONE = "owner_gone"
-    #: So much of the lease was over before the copy could begin that it might have failed for that alone.
-    LATE = "late"
 
 
 def off_by_settings(settings: Settings) -> Staged | None:
@@ -76,8 +75,15 @@ class Translation(msgspec.Struct, frozen=True):
     wanted: frozenset[str] = frozenset()
 
 
-def translate(replicas: Sequence[Replica | None], known: Mapping[str, Sequence[Stretch]], page_bytes: int) -> Translation:
-    """Find each replica's place in a known segment, by (endpoint, address range). `known`: the segments by endpoint."""
+def translate(
+    replicas: Sequence[Replica | None],
+    known: Mapping[str, Sequence[Stretch]],
+    page_bytes: int,
+    bad: Mapping[str, Staged] = MappingProxyType({}),
+) -> Translation:
+    """Find each replica's place in a known segment, by (endpoint, address range). `known`: the segments by endpoint; `bad`:
+    those that were found unfit since, by their ids.
+    """
     found: dict[str, tuple[list[int], list[int]]] = {}
     staged: Counter[Staged] = Counter()
     wanted: set[str] = set()
@@ -88,9 +94,10 @@ def translate(replicas: Sequence[Replica | None], known: Mapping[str, Sequence[S
             continue
         stretch, offset = place
         segment_id = stretch.entry.segment_id
-        if stretch.staged is not None:
-            staged[stretch.staged] += 1
-            if stretch.staged is Staged.NOT_MAPPED:
+        reason = bad.get(segment_id, stretch.staged)
+        if reason is not None:
+            staged[reason] += 1
+            if reason is Staged.NOT_MAPPED:
                 wanted.add(segment_id)
             continue
         indices, offsets = found.setdefault(segment_id, ([], []))
@@ -106,11 +113,6 @@ def moved(before: Sequence[Replica | None], after: Sequence[Replica | None]) -> 
     The first value of a key stays, so one that is at its place after a copy was there all the while.
     """
     return next((index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other), None)
-
-
-def worth_starting(sent: float, now: float, lease_s: float) -> bool:
-    """Whether a copy should begin at `now` under the lease of a query that was sent at `sent`: half of it at least is left."""
-    return now - sent <= lease_s / 2
 
 
 def in_time(sent: float, ended: float, lease_s: float) -> bool:

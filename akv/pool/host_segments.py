@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from akv.errors import SegmentNotReady, SegmentUnusable
-from akv.pool.owners import Liveness, liveness
+from akv.pool.owners import OwnerWatch
 from akv.pool.register import SegmentRefused, entry_path, lent_segments, open_segment, register_directory
 from akv.settings import StoreSettings
 from akv.values.segments import SegmentEntry
@@ -20,6 +20,7 @@ class OpenSegment:
         """Takes over a descriptor of the entry's file. `registered`: where the entry stands."""
         self._entry = entry
         self._registered = registered
+        self._owner = OwnerWatch(entry)
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         #: Nobody can shorten it, ever.
@@ -37,7 +38,7 @@ class OpenSegment:
 
     def owner_lives(self) -> bool:
         """Whether the process runs that lends it, and lends it still: the next segment may have its addresses."""
-        return self._registered.exists() and liveness(self._entry) is Liveness.ALIVE
+        return self._registered.exists() and self._owner.lives()
 
     def unchanged(self) -> bool:
         """Whether nobody shortened, linked or removed the file since it was opened. Writes do not count."""

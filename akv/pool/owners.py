@@ -5,6 +5,8 @@ process. So an owner is an id with the moment of its start, the boot, and the na
 """
 
 import os
+import select
+import weakref
 from enum import StrEnum
 from pathlib import Path
 
@@ -56,6 +58,33 @@ def liveness(entry: SegmentEntry) -> Liveness:
     except PermissionError:
         return Liveness.UNKNOWN
     return Liveness.DEAD if state in _GONE or started != entry.owner_started else Liveness.ALIVE
+
+
+class OwnerWatch:
+    """Asks again and again whether an owner lives, by its process's own descriptor: one system call. Closes when it is let go
+    of.
+    """
+
+    def __init__(self, entry: SegmentEntry) -> None:
+        self._entry = entry
+        self._process: int | None = None
+        try:
+            self._process = os.pidfd_open(entry.owner_pid)
+        except OSError:
+            # An old kernel, another namespace, or it has ended: then the files in /proc say so, each time.
+            return
+        weakref.finalize(self, os.close, self._process)
+        # Behind the opening: from here on the descriptor is this owner's, or nobody's.
+        self._was_alive = liveness(entry) is Liveness.ALIVE
+
+    def lives(self) -> bool:
+        """Whether it runs."""
+        if self._process is None:
+            return liveness(self._entry) is Liveness.ALIVE
+        # A new one each time: threads must not share one.
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return self._was_alive and not poll.poll(0)
 
 
 def mapped_at(pid: int, file: os.stat_result) -> list[int]:

@@ -18,7 +18,9 @@ class CallKind(StrEnum):
     COPY = "copy"
     #: Copies of window pages that the next forward waits for: never behind another copy.
     SNAPSHOT = "snapshot"
-    #: Asks where pages lie, before and after they are read from a mapped segment. As quick as a probe.
+    #: Asks where pages lie, copies those that lie in mapped segments, and asks again.
+    READ = "read"
+    #: Asks again where pages lie that a device has copied. As quick as a probe.
     DESCRIBE = "describe"
     #: Looks for segments of this host and maps them, which may take seconds for each.
     MAP = "map"

@@ -6,13 +6,13 @@ from typing import Any
 import anyio
 import pytest
 
-from akv import Connector, LoadState
+from akv import Connector, Load, LoadFailed, LoadState, Request
 from akv.errors import SegmentNotReady
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv.values.pressure import Reads
 from akv_testing import settle
-from akv_testing.calls import Latency
+from akv_testing.calls import Gate, Latency
 from akv_testing.segments import FakeHost, FakeSegment
 from akv_testing.server import FakeServer
 from akv_testing.store import FakeStore
@@ -173,6 +173,36 @@ async def test_R3_a_process_that_lends_later_is_found_when_loads_begin() -> None
         assert since(kv, Reads())[0] >= 8
 
 
+async def test_R3_a_process_that_joins_others_is_found_when_a_page_is_seen_that_none_of_them_lends() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        await mapped(server, kv)
+        server.store.places = [host.lend(ROOM)]
+        server.put_in_store(LONG)
+        for number in range(3):
+            await anyio.sleep(2.0)
+            _, load, _ = await server.load(kv, f"r{number}", LONG)
+            await load.wait()
+        before = kv.pressure().reads
+        assert before.segments == 2
+        _, load, _ = await server.load(kv, "last", LONG)
+        await load.wait()
+        assert since(kv, before) == (18, 9 * (16 + 24), {})
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.001])
+async def test_R2_pages_are_asked_for_twice_whether_their_copy_ends_within_the_call_or_later(copy_s: float) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    server.device.copy_s = lambda nbytes: copy_s
+    async with server.open() as kv:
+        await mapped(server, kv)
+        _, load, _ = await server.load(kv, "r", TOKENS)
+        await load.wait()
+    assert calls(server, "describe") == 2
+
+
 async def test_R3_a_register_that_cannot_be_read_is_an_empty_one(caplog: pytest.LogCaptureFixture) -> None:
     host = FakeHost()
     server = server_with(host, host.lend(ROOM))
@@ -259,21 +289,86 @@ async def test_O7_a_pool_that_names_no_place_is_asked_for_the_pages_themselves()
         assert since(kv, before) == (0, 0, {"no_replica": 8})
 
 
-@pytest.mark.parametrize("kind", [CallKind.DESCRIBE, CallKind.COPY])
-async def test_D2_D6_a_cancel_in_the_midst_gives_the_pages_back_when_no_copy_can_write_them(kind: CallKind) -> None:
+async def cancelled_while(server: FakeServer, kv: Connector, gate: Gate) -> tuple[Request, Load, list[list[int]]]:
+    """Cancel a load that hangs in the gate."""
+    request, load, table = await server.load(kv, "r", TOKENS)
+    await gate.reached()
+    with anyio.move_on_after(0.1):
+        await request.cancel()
+    return request, load, table
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.001])
+async def test_D6_a_query_that_hangs_before_the_copy_holds_no_page_and_never_writes_one(copy_s: float) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    server.device.copy_s = lambda nbytes: copy_s
+    async with server.open() as kv:
+        await mapped(server, kv)
+        gate = server.runner.hold(CallKind.READ)
+        _, load, table = await cancelled_while(server, kv, gate)
+        assert load.state is LoadState.CANCELLED
+        pages = [(group, page) for group, pages in enumerate(table) for page in pages]
+        for group, page in pages:
+            server.device.fill_page(group, page, 7)
+        before = [server.device.read_page(group, page) for group, page in pages]
+        gate.release()
+        await settle()
+        assert [server.device.read_page(group, page) for group, page in pages] == before
+        server.free(table)
+    assert server.left_behind() == []
+
+
+@pytest.mark.parametrize(("copy_s", "kind"), [(0.0, CallKind.READ), (0.001, CallKind.DESCRIBE)])
+async def test_D6_a_second_query_that_hangs_holds_no_page(copy_s: float, kind: CallKind) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    server.device.copy_s = lambda nbytes: copy_s
+    async with server.open() as kv:
+        await mapped(server, kv)
+        # A copy that has ended when the call would return is asked about in the same call.
+        gate = server.runner.hold(kind, after_body=kind is CallKind.READ)
+        _, load, table = await cancelled_while(server, kv, gate)
+        assert load.state is LoadState.CANCELLED
+        server.free(table)
+        gate.release()
+    assert server.left_behind() == []
+    assert calls(server, "describe") == 2
+
+
+async def test_D2_a_copy_under_way_keeps_the_pages_of_a_cancelled_load_until_its_end() -> None:
     host = FakeHost()
     server = server_with(host, host.lend(ROOM))
     async with server.open() as kv:
         await mapped(server, kv)
-        gate = server.runner.hold(kind)
+        gate = server.device.script.hold("scatter")
         request, load, table = await server.load(kv, "r", TOKENS)
-        await gate.reached()
+        await settle()
+        assert server.device.busy
         with anyio.move_on_after(0.1):
             await request.cancel()
-        # A query touches no page, a copy does.
-        assert (load.state is LoadState.CANCELLED) == (kind is CallKind.DESCRIBE)
+        states = [load.state]
         gate.release()
         await request.cancel()
+        assert [*states, load.state] == [None, LoadState.CANCELLED]
         server.free(table)
-        await settle()
+    assert server.left_behind() == []
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_D2_one_of_several_copies_that_fails_leaves_the_others_their_pages_until_their_end(nth: int) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        await mapped(server, kv)
+        # Two layer groups are two copies: the device refuses one of them, and the other takes its time.
+        server.device.copy_s = lambda nbytes: 1.0
+        server.device.script.fail_call("scatter", RuntimeError("refused"), nth=nth)
+        _, load, table = await server.load(kv, "r", TOKENS)
+        began = anyio.current_time()
+        with pytest.raises(LoadFailed, match="copy_failed"):
+            await load.wait()
+        assert (anyio.current_time() - began > 0.9) == (nth == 2)
+        assert not server.device.busy
+        server.free(table)
     assert server.left_behind() == []

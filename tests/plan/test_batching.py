@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from akv.plan.batching import slot_offsets, split_batches
+from akv.plan.batching import selected, slot_offsets, split_batches, split_stretches
 from akv.values.messages import GroupPages
 
 
@@ -38,6 +38,19 @@ def test_D3_early_blocks_of_every_group_come_before_late_ones_of_any() -> None:
 def test_D3_a_group_without_pages_in_a_stretch_has_no_batch_there() -> None:
     batches = split_batches([column(0, [0, 1, 2, 3]), column(1, [3]), column(2, [])], 2)
     assert [(batch.group, batch.blocks) for batch in batches] == [(0, (0, 1)), (0, (2, 3)), (1, (3,))]
+
+
+def test_R6_a_stretch_has_a_batch_for_each_group_that_has_pages_in_it() -> None:
+    stretches = split_stretches([column(0, [0, 1, 2, 3]), column(1, [2, 3, 9])], 3)
+    assert [[(batch.group, batch.blocks) for batch in stretch] for stretch in stretches] == [
+        [(0, (0, 1, 2)), (1, (2,))],
+        [(0, (3,)), (1, (3, 9))],
+    ]
+
+
+def test_R1_selected_pages_keep_their_block_and_hash() -> None:
+    assert selected(column(1, [4, 5, 6]), [0, 2]) == column(1, [4, 6])
+    assert selected(column(1, [4, 5, 6]), []) == column(1, [])
 
 
 def test_D3_nothing_to_move_is_no_batch() -> None:

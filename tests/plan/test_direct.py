@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from akv.plan.direct import Staged, Stretch, in_time, moved, off_by_settings, translate, worth_starting
+from akv.plan.direct import Staged, Stretch, in_time, moved, off_by_settings, translate
 from akv.settings import Settings
 from akv.values.segments import Replica, SegmentEntry
 
@@ -96,12 +96,16 @@ def test_R2_a_page_has_moved_when_anything_of_its_place_changed() -> None:
         assert moved([there, here], [there, other]) == 1
 
 
-@pytest.mark.parametrize(("took", "good", "starts"), [(0.0, True, True), (5.0, True, True), (5.1, True, False)])
-def test_R2_half_a_lease_is_left_for_the_copy(took: float, good: bool, starts: bool) -> None:
-    assert (in_time(100.0, 100.0 + took, 10.0), worth_starting(100.0, 100.0 + took, 10.0)) == (good, starts)
+@pytest.mark.parametrize("reason", [Staged.REFUSED, Staged.OWNER_GONE])
+def test_R4_a_segment_that_was_found_unfit_since_is_staged_for_that_reason(reason: Staged) -> None:
+    entries = [entry("one", 1000, 500, "host:1"), entry("two", 1000, 500, "host:2")]
+    replicas = [Replica(each.endpoint, each.base, PAGE) for each in entries]
+    found = translate(replicas, known(*(Stretch(each, None) for each in entries)), PAGE, {"one": reason})
+    assert found.staged == {reason: 1}
+    assert [pieces.segment_id for pieces in found.pieces] == ["two"]
 
 
-@pytest.mark.parametrize(("took", "good"), [(8.9, True), (9.1, False), (11.0, False)])
+@pytest.mark.parametrize(("took", "good"), [(0.0, True), (8.9, True), (9.1, False), (11.0, False)])
 def test_R2_a_copy_ends_a_margin_before_its_lease(took: float, good: bool) -> None:
     assert in_time(100.0, 100.0 + took, 10.0) is good
 
