@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_a_file_that_glog_begins_anew_is_followed(log: ClientLog, tmp_path: Path
         log.read()
     assert [event["text"] for event in events("akv.pool.client_line")] == ["in file 1", "in file 2"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_listed_again_only_where_its_time_cannot_vouch_for_it(
+    log: ClientLog, tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def appears(name: str, *, at: float) -> None:
+        (tmp_path / name).write_text(line(f"in file {name}") + "\n")
+        os.utime(tmp_path, (at, at))
+
+    def told() -> list[str]:
+        log.read()
+        return [event["text"] for event in events("akv.pool.client_line")]
+
+    old = time.time() - 60
+    os.utime(tmp_path, (old, old))
+    assert told() == []
+    appears("1", at=old)  # As nothing does: that it is not found is how one sees that nobody looked.
+    assert told() == []
+    os.utime(tmp_path, (old + 1, old + 1))
+    assert told() == ["in file 1"]
+    now = time.time()
+    os.utime(tmp_path, (now, now))
+    told()
+    appears("2", at=now)  # In the same tick of the clock.
+    assert told()[-1] == "in file 2"
 
 
 def test_what_was_read_takes_no_room(log: ClientLog, tmp_path: Path, events: Events) -> None:
