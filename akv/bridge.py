@@ -16,6 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from inspect import isawaitable
+from math import inf
+from queue import Empty, SimpleQueue
+from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, TypeVarTuple, overload
 
@@ -90,8 +93,8 @@ class LoopThread(Generic[Served]):
         self._opened: Future[Served] = Future()
         self._post: Callable[[Callable[[], object]], object] | None = None
         self._arrived: anyio.Event | None = None
-        #: One release for each thing in the inbox that nobody waits for; one more ends the thread that takes them.
-        self._unhurried = threading.Semaphore(0)
+        #: For each thing in the inbox that nobody waits for, in how many seconds it is to run at the latest.
+        self._unhurried: SimpleQueue[float] = SimpleQueue()
         arguments = (backend, dict(backend_options or {}))
         self._thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
         self._thread.start()
@@ -138,17 +141,31 @@ class LoopThread(Generic[Served]):
         NotOpenError if the loop ends before the function does. Raises NotOpenError (fault of the adapter) where the loop has
         ended, in a forked child, and on the loop itself, which would wait for itself.
         """
+        return self._begin_within(0.0, function, args)
+
+    def begin_within(
+        self, limit_s: float, function: Callable[[*Arguments], Awaitable[Result] | Result], *args: *Arguments
+    ) -> "Future[Result]":
+        """As `begin()`, for what may wait: with whatever wakes the loop next, and `hurry()` does, or in `limit_s` seconds."""
+        return self._begin_within(limit_s, function, args)
+
+    def _begin_within(self, limit_s: float, function: Callable[..., Any], args: tuple[Any, ...]) -> "Future[Any]":
         future: Future[Any] = Future()
         self._put(function, args, future)
-        self._unhurried.release()
+        self._unhurried.put(limit_s)
         return future
+
+    def hurry(self) -> None:
+        """Have the loop run now what was put there. For a thread that is about to wait, and leaves it the interpreter."""
+        if self._inbox:
+            self._wake()
 
     def post(self, function: Callable[[*Arguments], object], *args: *Arguments) -> None:
         """As `begin()`, for a synchronous function whose result nobody looks at. It must not raise: as nobody would hear of
         it, that ends the loop, and what was opened on it.
         """
         self._put(function, args, None)
-        self._unhurried.release()
+        self._unhurried.put(0.0)
 
     def _put(self, function: Callable[..., Any], args: tuple[Any, ...], future: "Future[Any] | None") -> None:
         self._check()
@@ -183,14 +200,20 @@ class LoopThread(Generic[Served]):
         """A thread of its own wakes the loop for what nobody waits for.
 
         Waking a loop is a write to a socket, in which Python lets the loop have the interpreter, and the engine's thread would
-        wait until the loop has done all that it can: a millisecond, in the midst of a step. Releasing a semaphore keeps it:
-        the loop runs as soon as the engine's thread waits, or is in a kernel.
+        wait until the loop has done all that it can: a millisecond, in the midst of a step. Putting something into a queue
+        keeps it: the loop runs as soon as the engine's thread waits, or is in a kernel.
         """
-        while True:
-            self._unhurried.acquire()
-            self._wake()
-            if self._leaving:
-                return
+        due = inf
+        while not self._leaving:
+            with suppress(Empty):
+                limit_s = self._unhurried.get(timeout=None if due == inf else max(0.0, due - monotonic()))
+                now = monotonic()
+                due = min(due, now + limit_s)
+                if now < due:
+                    continue
+            due = inf
+            # The loop may have been woken meanwhile, and have taken it.
+            self.hurry()
 
     def _wake(self) -> None:
         def arrived() -> None:
@@ -218,7 +241,7 @@ class LoopThread(Generic[Served]):
             self._leaving = True
             unserved = list(self._inbox)
             self._inbox.clear()
-        self._unhurried.release()
+        self._unhurried.put(0.0)
         for _, _, future in unserved:
             if future is not None:
                 _settle(future, error=self._ended())

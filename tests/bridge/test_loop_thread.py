@@ -107,6 +107,26 @@ def test_coroutines_run_up_to_their_first_wait_in_the_order_of_the_calls_too(loo
     assert seen == list(range(100))
 
 
+def test_what_may_wait_runs_before_whatever_comes_behind_it(loop: LoopThread[Served]) -> None:
+    seen: list[int] = []
+    late = loop.begin_within(100 * LONG_S, seen.append, 1)
+    with pytest.raises(TimeoutError):
+        late.result(0.02)
+    loop.call(seen.append, 2)
+    assert seen == [1, 2]
+    assert late.done()
+
+
+def test_what_may_wait_runs_when_somebody_says_so_or_its_time_has_come(loop: LoopThread[Served]) -> None:
+    late = loop.begin_within(100 * LONG_S, abs, -1)
+    loop.hurry()
+    assert late.result(LONG_S) == 1
+    later, soon = loop.begin_within(100 * LONG_S, abs, -2), loop.begin_within(0.01, abs, -3)
+    assert (later.result(LONG_S), soon.result(LONG_S)) == (2, 3)
+    later, soon = loop.begin_within(0.01, abs, -4), loop.begin_within(100 * LONG_S, abs, -5)
+    assert (later.result(LONG_S), soon.result(LONG_S)) == (4, 5)
+
+
 def test_giving_a_future_up_cancels_what_it_waits_for(loop: LoopThread[Served]) -> None:
     ended: Future[str] = Future()
 

@@ -30,6 +30,11 @@ NOTHING: tuple[int | None, bool] = (0, False)
 FINAL = ("deadline", "holder_lost", REFUSED)
 
 
+#: Seconds that what concerns a computed pass may wait: until the next step plans its pass, or the engine's thread waits. Begun
+#: behind the forward it would take the interpreter from that thread while it samples and answers, a millisecond or two.
+STEP_TAIL_S = 0.005
+
+
 class StepOrder(NamedTuple):
     """What the scheduler's role has for the worker's of one step."""
 
@@ -70,6 +75,7 @@ class SchedulerRole:
         session, tracked = self._session, self._session.requests.get(request.request_id)
         if tracked is None or session.serving is None or tracked.local_only:
             return NOTHING
+        tracked.later = False
         most = (request.num_tokens - 1) // self._tokens_per_block * self._tokens_per_block
         if local_tokens >= most:
             return NOTHING
@@ -77,8 +83,9 @@ class SchedulerRole:
         if tracked.asked is None or tracked.asked_for != local_tokens:
             self._look_up(tracked, local_tokens)
         offer = self._answer(tracked)
+        tracked.later = offer is None and tracked.asked is not None
         if offer is None:
-            return LATER if tracked.asked is not None else NOTHING
+            return LATER if tracked.later else NOTHING
         return (offer.tokens, True) if offer.tokens else NOTHING
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
@@ -147,7 +154,7 @@ class SchedulerRole:
         else:
             tracked.send()
             # Its blocks are kept until the end is told, though nothing may read them: a hop would hold up this step's answers.
-            free = session.begin(serving.loop.finish, tracked) is None
+            free = session.begin(serving.loop.finish, tracked, within_s=STEP_TAIL_S) is None
         # Where the connector broke over this: before vLLM gives them on.
         self._keep_lost_blocks()
         if tracked.receiving:
@@ -171,7 +178,7 @@ class SchedulerRole:
     @staticmethod
     def _note_preemption(tracked: Tracked) -> None:
         tracked.preemptions = tracked.vllm.num_preemptions
-        tracked.asked, tracked.noted = None, ()
+        tracked.asked, tracked.noted, tracked.later = None, (), False
 
     def _look_up(self, tracked: Tracked, local_tokens: int) -> None:
         serving = self._session.serving
@@ -183,6 +190,8 @@ class SchedulerRole:
         tracked.asked_for = local_tokens
         tracked.send()
         tracked.asked = self._session.begin(serving.loop.look_up, tracked, local_tokens)
+        if tracked.asked is not None:
+            tracked.asked.add_done_callback(self._session.answered)
 
     def _answer(self, tracked: Tracked) -> Offer | None:
         """What the lookup found; None: not yet, or nothing was asked any more (`asked` is None then)."""
@@ -191,6 +200,7 @@ class SchedulerRole:
             return None
         if not asked.done() and self._grace_left > 0:
             began = monotonic()
+            self._session.hurry()
             with suppress(TimeoutError):
                 asked.exception(self._grace_left)
             self._grace_left -= monotonic() - began

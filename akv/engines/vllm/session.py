@@ -22,6 +22,7 @@ from akv.engines.vllm.tracked import Tracked
 from akv.errors import AkvError, ConnectorBroken, NotOpenError, PagesLost, SettingsError
 from akv.ports import Ports
 from akv.values.messages import PagesPerGroup
+from akv.values.offers import Offer
 from akv.values.requests import Completion
 
 Answer = TypeVar("Answer")
@@ -96,10 +97,19 @@ class Session:
         for tracked in self.requests.values():
             tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
-    @property
-    def waits(self) -> bool:
-        """Whether vLLM has nothing to do, as far as akv knows, before something of akv's ends."""
-        return any(tracked.receiving or tracked.held or _asking(tracked) for tracked in self.requests.values())
+    def wait(self, limit_s: float) -> None:
+        """Wait until something ended that vLLM has to be told of, or may ask for again; not where nothing is to end."""
+        self.arrived.clear()
+        tracked = self.requests.values()
+        if self.ends or self.serving is None or any(one.later and not _asking(one) for one in tracked):
+            return
+        if any(one.held or one.later or one.receiving for one in tracked):
+            self.hurry()
+            self.arrived.wait(limit_s)
+
+    def answered(self, _: "Future[Offer]") -> None:
+        """On the loop, as a rule: a lookup has ended."""
+        self.arrived.set()
 
     def ask(self, function: Callable[..., Any], *args: object, otherwise: Answer) -> Any | Answer:
         """Call a function of the loop's side and return its result; `otherwise` where there is no cache any more."""
@@ -112,18 +122,25 @@ class Session:
             self.fail(error)
             return otherwise
 
-    def begin(self, function: Callable[..., Any], *args: object) -> "Future[Any] | None":
-        """Begin a function of the loop's side; None where there is no cache any more."""
+    def begin(self, function: Callable[..., Any], *args: object, within_s: float = 0.0) -> "Future[Any] | None":
+        """Begin a function of the loop's side; None where there is no cache any more. `within_s`: seconds that it may wait for
+        something more urgent to begin with.
+        """
         serving = self._sound()
         if serving is None:
             return None
         try:
-            future = serving.bridge.begin(function, *args)
+            future = serving.bridge.begin_within(within_s, function, *args)
         except (ConnectorBroken, NotOpenError) as error:
             self.fail(error)
             return None
         future.add_done_callback(self._ended)
         return future
+
+    def hurry(self) -> None:
+        """The engine's thread is about to wait: what was begun may have the interpreter, and begins at once."""
+        if self.serving is not None:
+            self.serving.bridge.hurry()
 
     def see(self) -> None:
         """Notice a connector that broke while nothing was asked of it: what was to end is not told any more."""
@@ -142,7 +159,7 @@ class Session:
         """On the loop, as a rule: what was begun has ended. A fault that nobody may be waiting for is kept."""
         if not future.cancelled() and not isinstance(error := future.exception(), AkvError | None):
             self._fault = error
-        self.arrived.set()
+            self.arrived.set()
 
     def fail(self, error: BaseException) -> None:
         """The connector serves no more. Blocks that a copy may still touch are lost; all others are vLLM's again."""

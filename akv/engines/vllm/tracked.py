@@ -20,6 +20,7 @@ class Tracked:
         "ended",
         "epoch",
         "held",
+        "later",
         "local_only",
         "noted",
         "preemptions",
@@ -39,6 +40,8 @@ class Tracked:
         #: The lookup that was begun last, and for which local match, in tokens.
         self.asked: Future[Offer] | None = None
         self.asked_for = -1
+        #: vLLM was told to ask again later.
+        self.later = False
         #: Nothing is loaded for it any more.
         self.local_only = not use.reads
         #: vLLM waits for the end of a load; until it was told, and has read that.

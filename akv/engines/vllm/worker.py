@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from akv.engines.vllm.scheduler import FINAL
+from akv.engines.vllm.scheduler import FINAL, STEP_TAIL_S
 from akv.engines.vllm.session import Session
 from akv.engines.vllm.tracked import Tracked
 from akv.errors import PagesLost
@@ -40,7 +40,7 @@ class WorkerRole:
         if self._snapshots(planned):
             self._session.ask(serving.loop.after_forward, planned, otherwise=None)
         else:
-            self._session.begin(serving.loop.after_forward, planned)
+            self._session.begin(serving.loop.after_forward, planned, within_s=STEP_TAIL_S)
 
     def _snapshots(self, planned: "Future[PassPlan | None]") -> bool:
         """Whether window pages are copied behind this pass; also where the loop has not said so yet."""
@@ -54,9 +54,8 @@ class WorkerRole:
     def results(self, *, idle: bool) -> Results:
         """What ended since the last call. Never blocks, but for `IDLE_WAIT_S` in a step that computes nothing."""
         session = self._session
-        if idle and not session.ends and session.serving is not None and session.waits:
-            session.arrived.wait(IDLE_WAIT_S)
-        session.arrived.clear()
+        if idle:
+            session.wait(IDLE_WAIT_S)
         session.see()
         results = Results(set(), set(), set())
         while session.ends:

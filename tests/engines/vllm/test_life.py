@@ -260,8 +260,10 @@ def test_D8_the_end_of_an_earlier_incarnation_ends_no_load(make: Any) -> None:
 
 def test_an_end_that_was_told_and_not_yet_read_is_not_told_again(make: Any) -> None:
     engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()))
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
     engine.add("a", TOKENS)
     engine.until(lambda: engine.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS)
+    engine.call(gate.release)
     while not engine.outputs or not engine.outputs[-1][0].received:
         engine.outputs.clear()
         engine.step(act=False)

@@ -1,0 +1,103 @@
+"""What vLLM's thread waits for, and what waits for it: a step without a pass, and what follows a pass."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from akv.engines.vllm import scheduler, worker
+from akv.ports.calls import CallKind
+from akv_testing.ports import tiny_layout
+from akv_testing.server import FakeServer
+from akv_testing.traffic import TOKENS
+from akv_testing.vllm_objects import Status
+
+#: Seconds after which something that must happen counts as not happening.
+LONG_S = 20.0
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without a pass waits for ever, so that a test sees what ends its wait."""
+    monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_step_in_which_a_load_begins_ends_with_the_load_and_with_nothing_before(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()), grace_s=LONG_S)
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("a", TOKENS)
+    # By then its lookup has ended, and what begins the load.
+    threading.Timer(0.02, engine.call, (gate.release,)).start()
+    engine.step()
+    assert engine._received == {"a"}
+    engine.run()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("answered", ["before", "meanwhile"])
+def test_a_step_that_put_a_lookup_off_ends_with_its_answer(make: Any, answered: str) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()), grace_s=0.0)
+    gate = engine.call(engine.server.runner.hold, CallKind.PROBE)
+    engine.add("a", TOKENS)
+    order, scheduled = engine.schedule()
+    asked = engine.session.requests["a"].asked
+    if answered == "before":
+        engine.call(gate.release)
+        asked.result(LONG_S)
+    else:
+        threading.Timer(0.02, engine.call, (gate.release,)).start()
+    began = time.monotonic()
+    engine.act_upon(*engine.execute(order, scheduled))
+    assert asked.done()
+    assert time.monotonic() - began < LONG_S / 2
+    engine.run()
+    assert engine.loaded == {"a": 16}
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_step_waits_for_nothing_where_nothing_is_to_end(make: Any) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()), grace_s=0.0)
+    gate = engine.call(engine.server.runner.hold, CallKind.PROBE)
+    began = time.monotonic()
+    engine.step()
+    # vLLM has no room for it, and has not asked.
+    request = engine.add("a", TOKENS)
+    engine.waiting.remove(request)
+    engine.step()
+    assert not engine.session.requests["a"].asked.done()
+    engine.waiting.append(request)
+    engine.schedule()
+    engine.abort("a")
+    engine.step()
+    assert time.monotonic() - began < LONG_S / 2
+    engine.call(gate.release)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_follows_a_pass_begins_when_the_thread_has_time_for_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (scheduler, worker):
+        monkeypatch.setattr(module, "STEP_TAIL_S", LONG_S)
+    engine = make()
+    engine.add("a", TOKENS, max_tokens=1)
+    engine.until(lambda: engine.requests["a"].status is Status.RUNNING or "a" in engine.ended)
+    assert "a" in engine.ended  # Its only pass has run, and nobody has had time since.
+    time.sleep(0.02)
+    # The end of the pass and that of the request, in this order.
+    assert len(engine.session.serving.bridge._inbox) == 2
+    began = time.monotonic()
+    engine.run()
+    assert time.monotonic() - began < LONG_S / 2
+    assert engine.call(engine.server.stored_blocks, TOKENS) == [0, 1, 2, 3]
+
+
+def test_what_follows_a_pass_begins_also_where_no_step_comes_any_more(make: Any) -> None:
+    engine = make()
+    engine.add("a", TOKENS, max_tokens=1)
+    engine.until(lambda: "a" in engine.ended)
+    ended = time.monotonic()
+    while not engine.session.ends:
+        assert time.monotonic() - ended < LONG_S
+        time.sleep(0.001)
+    engine.run()
