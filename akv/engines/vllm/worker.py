@@ -89,7 +89,18 @@ class WorkerRole:
         if ended.state is not LoadState.LOADED:
             results.failed.add(tracked.id)
             tracked.local_only = tracked.local_only or ended.reason in FINAL
+            self._begin_again(tracked)
         self._received(tracked, results)
+
+    def _begin_again(self, tracked: Tracked) -> None:
+        """VLLM frees all blocks of a request whose load failed, its local match with them, and schedules it like a new one:
+        from whatever its own cache holds by then, by passes of which akv is told those alone that complete a block. What the
+        load left behind says nothing about any of them.
+        """
+        serving = self._session.serving
+        if serving is not None and not tracked.ended:
+            tracked.noted = ()
+            self._session.ask(serving.loop.preempt, [tracked], otherwise=None)
 
     def _request_ended(self, tracked: Tracked | None, ended: SavesCompleted, results: Results) -> None:
         self._session.counts.add("saved_requests")

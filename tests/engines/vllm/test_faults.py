@@ -47,6 +47,23 @@ def test_D3_a_load_that_fails_is_computed_and_not_tried_for_ever(make: Any, answ
     assert len(engine.pool.free) == 63
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_D3_S12_what_is_computed_after_a_load_that_failed_is_saved_like_anything(
+    make: Any, ahead: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(warm(), ahead=ahead)
+    engine.call(lambda: engine.server.pool.answer("get", KeyState.MISSING))
+    with caplog.at_level(logging.DEBUG, "akv"):
+        turn = engine.add("a", TOKENS, max_tokens=11)
+        engine.run()
+    assert engine.failures == ["a"]
+    # Its passes build upon each other, also upon those within a block, of which akv is not told.
+    assert "akv.engine.pass_unsaved" not in caplog.text
+    assert engine.call(engine.server.stored_blocks, turn.all_token_ids) == [0, 1, 2, 3, 4, 5, 6]
+    assert engine.call(engine.server.wrong_values) == []
+    assert len(engine.pool.free) == 63
+
+
 def test_D3_after_a_deadline_it_is_computed_although_more_might_be_there(make: Any) -> None:
     engine = make(warm(load_deadline_s=0.02))
     gate = engine.call(engine.server.runner.hold, CallKind.GET)
