@@ -1,14 +1,16 @@
 """vLLM's configuration as akv's: settings, what the engine can do, and what is refused at start, by name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from akv.engines.vllm.layout import check_groups
 from akv.errors import SettingsError
-from akv.settings import ExplainedSettings, Settings, explain_settings
+from akv.settings import DEFAULT, ExplainedSettings, Settings, explain_settings
+from akv.settings_sources import MOONCAKE_VARIABLE
 from akv.values.capabilities import EngineCapabilities
 
 #: What `kv_connector_extra_config` may hold beside akv's settings: milliseconds that one step of the scheduler waits at most,
@@ -29,6 +31,14 @@ _GIVEN_MEDIA = (
     "video_pruning_method",
     "mm_encoder_attn_dtype",
 )
+#: What vLLM's own connector takes where Mooncake's file leaves it out; akv's defaults are others, and a pool's other members
+#: have not changed.
+_LEFT_OUT = {"store.protocol": "rdma", "store.segment_bytes": 4 * 2**30}
+#: What vLLM says where it found no address of this machine.
+_NO_ADDRESS = "0.0.0.0"  # noqa: S104 - nothing is bound to it
+#: vLLM's executor with the worker in the scheduler's process, as vLLM leaves it alone; and its other names.
+_UNIPROC = "vllm.v1.executor.UniProcExecutor"
+_IN_PROCESS = (None, "uni", _UNIPROC, "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 #: Two spellings of one kind.
 _SPELT = {"fp8": "fp8_e4m3"}
 
@@ -41,8 +51,9 @@ class Configuration(NamedTuple):
     grace_s: float
 
 
-def configuration_of(vllm_config: Any, kv_cache_config: Any) -> Configuration:
-    """Read and check. `vllm_config`: a `vllm.config.VllmConfig`; `kv_cache_config`: a `KVCacheConfig`.
+def configuration_of(vllm_config: Any, kv_cache_config: Any, own_address: Callable[[], str]) -> Configuration:
+    """Read and check. `vllm_config`: a `vllm.config.VllmConfig`; `kv_cache_config`: a `KVCacheConfig`. `own_address`: what
+    vLLM's connectors tell others to reach this machine by.
 
     Raises SettingsError (fault of whoever configured this server), naming what is wrong, in akv's words or vLLM's.
     """
@@ -59,7 +70,7 @@ def configuration_of(vllm_config: Any, kv_cache_config: Any) -> Configuration:
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float) or not 0 <= grace_ms <= 1000:
         why = "every request of the batch waits with the scheduler"
         raise SettingsError(f"kv_connector_extra_config.{GRACE}", grace_ms, why, "Use milliseconds from 0 to 1000.")
-    return Configuration(_settings(vllm_config, extra), _capabilities(vllm_config), grace_ms / 1000)
+    return Configuration(_settings(vllm_config, extra, own_address), _capabilities(vllm_config), grace_ms / 1000)
 
 
 def require_recompute(transfer: Any) -> bool:
@@ -131,24 +142,48 @@ def _check_parallel(parallel: Any) -> None:
             why = "akv serves vLLM with one rank per engine, as yet: the halves of a connector share a process"
             raise SettingsError(name, ranks, why, "Use 1 of it, and data_parallel_size for more GPUs.")
     backend = parallel.distributed_executor_backend
-    if backend not in (None, "uni"):
+    named = backend if isinstance(backend, str | None) else f"{backend.__module__}.{backend.__qualname__}"
+    if named not in _IN_PROCESS:
         why = "the worker would live in another process than the scheduler"
-        # On a CPU vLLM overrules whatever was asked for, unless that variable is set.
-        fix = "Leave it out, or use 'uni'; on a CPU, set VLLM_ENABLE_V1_MULTIPROCESSING=0 as well."
+        # By itself vLLM takes 'mp' beside data parallelism, and on a CPU, where it also makes 'mp' of 'uni'; of a class never.
+        fix = f"Use {_UNIPROC!r}, which is 'uni' and also serves on a CPU and with data_parallel_size."
         raise SettingsError("distributed_executor_backend", backend, why, fix)
 
 
-def _settings(vllm_config: Any, extra: dict[str, Any]) -> Settings:
+def _settings(vllm_config: Any, extra: dict[str, Any], own_address: Callable[[], str]) -> Settings:
     """What stands in `kv_connector_extra_config`, else in akv's variables and file, else in Mooncake's file."""
     role = vllm_config.kv_transfer_config.kv_role
     given = extra.setdefault("role", _ROLES[role])
     if given != _ROLES[role]:
         raise SettingsError("role", given, f"kv_role is {role!r}", f"Leave it out: kv_role means {_ROLES[role]!r}.")
     found = _explained(extra, vllm_config.model_config)
-    if found.sources["on_failure"] == "default":
-        # A cache that fails must not end a server.
-        found = _explained({**extra, "on_failure": "degrade"}, vllm_config.model_config)
-    return found.settings
+    # A cache that fails must not end a server.
+    here = {"on_failure": "degrade"} | _as_deployed(found, own_address)
+    here = {name: value for name, value in here.items() if found.sources[name] == DEFAULT}
+    return _explained({**extra, **here}, vllm_config.model_config).settings if here else found.settings
+
+
+def _as_deployed(found: ExplainedSettings, own_address: Callable[[], str]) -> dict[str, Any]:
+    """What the file of a deployment leaves to its reader, which was vLLM's own connector."""
+    store, here = found.settings.store, {}
+    if found.settings.pool != "mooncake":
+        return {}
+    if MOONCAKE_VARIABLE in found.sources["store.master_address"]:
+        here = dict(_LEFT_OUT)
+    if found.sources["store.local_hostname"] == DEFAULT and not _is_loopback(store.master_address.rpartition(":")[0]):
+        # Pages that this server lends under the default, which is loopback, could be read on this machine alone.
+        here["store.local_hostname"] = own_address()
+        if here["store.local_hostname"] == _NO_ADDRESS:
+            why = "vLLM found no address by which the other machines of the pool reach this one"
+            raise SettingsError("store.local_hostname", _NO_ADDRESS, why, "Set VLLM_HOST_IP, or this setting.")
+    return here
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _explained(given: Mapping[str, Any], model: Any) -> ExplainedSettings:

@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.rdma_utils import get_requester_local_hostname
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.request import RequestStatus
 
@@ -42,7 +44,7 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises SettingsError or DependencyError: what is wrong with the configuration, by name."""
         check_version(vllm_version)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._configuration = configuration_of(vllm_config, kv_cache_config)
+        self._configuration = configuration_of(vllm_config, kv_cache_config, _own_address)
         self._session = join_session(vllm_config.kv_transfer_config.engine_id)
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         windows = [spec.sliding_window for spec in groups if type(spec).__name__ in WINDOW]
@@ -177,3 +179,8 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> AkvPromMetrics:
         """The same as Prometheus counters, `vllm:akv_*`."""
         return AkvPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _own_address() -> str:
+    """As vLLM's own connector for Mooncake stores names this machine."""
+    return str(get_requester_local_hostname(get_ip()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from akv.engines.vllm.configuration import configuration_of, require_recompute, traits_of
+from akv.engines.vllm.configuration import Configuration, configuration_of, require_recompute, traits_of
 from akv.engines.vllm.versions import check_version
 from akv.errors import DependencyError, SettingsError
 from akv.settings import Settings
@@ -22,8 +22,12 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def configured(extra: dict[str, Any] | None = None, address: str = "10.0.0.9", **fields: Any) -> Configuration:
+    return configuration_of(vllm_config(extra, **fields), CACHE, lambda: address)
+
+
 def settings(extra: dict[str, Any] | None = None, **fields: Any) -> Settings:
-    return configuration_of(vllm_config(extra, **fields), CACHE).settings
+    return configured(extra, **fields).settings
 
 
 def refused(extra: dict[str, Any] | None = None, **fields: Any) -> str:
@@ -54,7 +58,6 @@ def test_extra_config_holds_akvs_settings_and_unknown_ones_are_refused_by_name()
 
 
 def test_an_existing_deployments_file_works_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mooncake.json"
     found = {
         "local_hostname": "10.0.0.5",
         "metadata_server": "P2PHANDSHAKE",
@@ -64,11 +67,45 @@ def test_an_existing_deployments_file_works_as_it_is(tmp_path: Path, monkeypatch
         "device_name": "",
         "master_server_address": "10.0.0.1:50051",
     }
-    path.write_text(json.dumps(found))
-    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+    deployed(tmp_path, monkeypatch, **found)
     store = settings({}).store
     assert (store.master_address, store.local_hostname, store.protocol) == ("10.0.0.1:50051", "10.0.0.5", "tcp")
-    assert store.segment_bytes == 4 * 2**30
+    assert (store.segment_bytes, store.local_buffer_bytes) == (4 * 2**30, 512 * 2**20)
+
+
+def deployed(folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
+    """A file of Mooncake's in the environment."""
+    path = folder / "mooncake.json"
+    path.write_text(json.dumps({"master_server_address": "10.0.0.1:50051"} | found))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+
+
+def test_R4_what_an_existing_file_leaves_out_is_what_vllms_own_connector_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed(tmp_path, monkeypatch)
+    store = settings({}).store
+    # With akv's own default, loopback, the other machines would look for this one's pages in themselves.
+    assert (store.local_hostname, store.protocol, store.segment_bytes) == ("10.0.0.9", "rdma", 4 * 2**30)
+    deployed(tmp_path, monkeypatch, mode="standalone-store", protocol="tcp")
+    assert (settings({}).store.protocol, settings({}).store.segment_bytes) == ("tcp", 0)
+    own = {"store.local_hostname": "10.0.0.5", "store": {"protocol": "tcp"}, "on_failure": "raise"}
+    assert settings(own).store.local_hostname == "10.0.0.5"
+    assert (settings(own).store.protocol, settings(own).on_failure) == ("tcp", "raise")
+
+
+def test_a_server_is_reached_by_its_own_address_wherever_the_pool_spans_machines() -> None:
+    def hostname(master: str, address: str = "10.0.0.9") -> str:
+        return settings({"store.master_address": master}, address=address).store.local_hostname
+
+    assert hostname("10.0.0.1:50051") == "10.0.0.9"
+    assert hostname("master.pool:50051") == "10.0.0.9"
+    for here in ("127.0.0.1:50051", "localhost:50051", "127.1.2.3:1", "[::1]:50051"):
+        assert hostname(here, address="0.0.0.0") == "127.0.0.1"  # noqa: S104 - nothing is bound
+    with pytest.raises(SettingsError, match="VLLM_HOST_IP"):
+        hostname("10.0.0.1:50051", address="0.0.0.0")  # noqa: S104
+    # akv's own settings, where no file of Mooncake's says where the pool is.
+    assert settings({"store.master_address": "10.0.0.1:50051"}).store.protocol == "tcp"
 
 
 def test_D1_the_role_is_vllms() -> None:
@@ -83,8 +120,8 @@ def test_O8_a_cache_that_fails_does_not_end_a_server_unless_that_is_wanted() -> 
 
 
 def test_the_grace_of_lookups_is_in_milliseconds() -> None:
-    assert configuration_of(vllm_config({"pool": "embedded", "lookup_grace_ms": 0}), CACHE).grace_s == 0
-    assert configuration_of(vllm_config(), CACHE).grace_s == 0.003
+    assert configured({"pool": "embedded", "lookup_grace_ms": 0}).grace_s == 0
+    assert configured().grace_s == 0.003
     for wrong in (-1, 1001, "3", True):
         assert refused({"pool": "embedded", "lookup_grace_ms": wrong}) == "kv_connector_extra_config.lookup_grace_ms"
 
@@ -105,22 +142,39 @@ def test_W9_P1_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], 
     assert refused(**fields) == field
 
 
-def test_W9_a_worker_in_another_process_is_refused_with_what_helps_on_a_cpu() -> None:
-    with pytest.raises(SettingsError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+def test_W9_a_worker_in_another_process_is_refused_with_what_helps_on_a_cpu_and_beside_data_parallelism() -> None:
+    with pytest.raises(SettingsError, match=r"Use 'vllm\.v1\.executor\.UniProcExecutor'"):
         settings(parallel_config={"distributed_executor_backend": "mp"})
+
+
+class UniProcExecutor:
+    __module__ = "vllm.v1.executor.uniproc_executor"
+
+
+class OtherExecutor(UniProcExecutor):
+    pass
+
+
+@pytest.mark.parametrize("backend", [None, "uni", "vllm.v1.executor.UniProcExecutor", UniProcExecutor])
+def test_W9_whatever_name_the_executor_of_one_process_has_it_is_served(backend: Any) -> None:
+    assert settings(parallel_config={"distributed_executor_backend": backend}).model_key
+
+
+@pytest.mark.parametrize("backend", ["ray", "external_launcher", "own.UniProcExecutor", OtherExecutor])
+def test_W9_executors_that_nobody_tried_are_refused(backend: Any) -> None:
+    assert refused(parallel_config={"distributed_executor_backend": backend}) == "distributed_executor_backend"
 
 
 def test_W9_blocks_in_two_places_are_refused_by_name() -> None:
     cache = cache_config(group(full_spec(), ["model.layers.0.attn"]))
     cache.hisparse_host_num_blocks = 4
     with pytest.raises(SettingsError, match="hisparse"):
-        configuration_of(vllm_config(), cache)
+        configuration_of(vllm_config(), cache, lambda: "10.0.0.9")
 
 
 def test_P1_a_drafter_without_kv_of_its_own_is_declared() -> None:
-    config = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert configuration_of(config, CACHE).capabilities.drafter == "hidden_state"
-    assert configuration_of(vllm_config(), CACHE).capabilities.drafter == "none"
+    assert configured(speculative_config=SimpleNamespace(method="ngram")).capabilities.drafter == "hidden_state"
+    assert configured().capabilities.drafter == "none"
 
 
 def test_a_load_that_fails_must_not_be_a_request_that_fails() -> None:
