@@ -6,13 +6,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from akv.device.spans import Placed, Span, spans_of
+from akv.device.words import WIDEST, WORDS
 from akv.errors import SettingsError
 from akv.values.layout import LayerGroup, Layout, Region
-
-#: Bytes per element, and the dtype that moves that many at once. Wide elements matter: on a CPU torch indexes uint8 at an
-#: eighth of the speed of memcpy and complex128 at its full speed. No kernel computes with them, so every bit pattern survives.
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_WIDEST = max(WORDS)
 
 
 class RegionCache(NamedTuple):
@@ -33,6 +30,8 @@ class GroupCache(NamedTuple):
     regions: tuple[RegionCache, ...]
     page_count: int
     bytes_per_page: int
+    #: On CUDA the regions as kernels go over them; none on a CPU.
+    spans: tuple[Span, ...] = ()
 
 
 def take_caches(layout: Layout, caches: Sequence[Sequence[Any]]) -> tuple[tuple[GroupCache, ...], torch.device]:
@@ -83,7 +82,17 @@ def _take_group(field: str, group: LayerGroup, tensors: Sequence[Any], first: to
             _refuse(name, tensor, f"it begins at the same byte as {field}[{earlier}]", "Give each region its own memory.")
         regions.append(_rows(tensor, region.bytes_per_page, start, group.bytes_per_page))
         start += region.bytes_per_page
-    return GroupCache(tuple(regions), tensors[0].shape[0], group.bytes_per_page)
+    taken = GroupCache(tuple(regions), tensors[0].shape[0], group.bytes_per_page)
+    return taken if first.device.type == "cpu" else taken._replace(spans=spans_of_group(taken))
+
+
+def spans_of_group(group: GroupCache) -> tuple[Span, ...]:
+    """The regions of a group as rows of as few tensors as their sizes allow."""
+    placed = [
+        Placed(region.rows.data_ptr(), region.rows.stride(0) * region.word, group.page_count, region.start, region.stop)
+        for region in group.regions
+    ]
+    return spans_of(placed, group.bytes_per_page, group.regions[0].rows.device)
 
 
 def _check_tensor(name: str, region: Region, tensor: Any, first: Any) -> None:
@@ -126,5 +135,5 @@ def _rows(tensor: torch.Tensor, nbytes: int, start: int, page_bytes: int) -> Reg
     pitch = tensor.stride(0) if count > 1 else elements  # torch lets the stride of an axis of one element be anything
     rows = tensor.detach().as_strided((count, elements), (pitch, 1)).view(torch.uint8)
     # The address and the offset in the storage both count: torch checks the one, the hardware needs the other.
-    word = gcd(nbytes, start, page_bytes, rows.stride(0), rows.storage_offset(), rows.data_ptr(), _WIDEST)
+    word = gcd(nbytes, start, page_bytes, rows.stride(0), rows.storage_offset(), rows.data_ptr(), WIDEST)
     return RegionCache(rows.view(WORDS[word]), start, start + nbytes, word)

@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from akv.device.caches import WORDS, GroupCache
+from akv.device.caches import GroupCache
+from akv.device.spans import RowNumbers, exchange
+from akv.device.words import WIDEST, WORDS
 from akv.errors import EngineContractError
 
 #: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
 #: threads, which wait for each other: beside other work on the same cores, such as a forward pass, that was measured 10 to 40
 #: times slower than this thread alone, and never much faster.
 CPU_PIECE = 32_767
+
+#: What pages are looked up by: their own numbers on a CPU.
+Indices: TypeAlias = torch.Tensor | RowNumbers
 
 
 def in_slot_order(
@@ -42,7 +48,7 @@ def in_slot_order(
     return torch.from_numpy(index), slots.tolist()
 
 
-def _runs(slots: list[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:
+def _runs(slots: Sequence[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:
     """Cut the ascending slots into runs of one step: (first, last, step), slots[first:last] lying `step` bytes apart.
 
     Without `gaps` the slots of a run touch. With them they may lie further apart, as the slots of a group of small pages do in
@@ -59,36 +65,27 @@ def _runs(slots: list[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[in
         first = last
 
 
-def move_directly(cache: GroupCache, index: torch.Tensor, slots: list[int], memory: torch.Tensor, *, to_host: bool) -> None:
+def indices(cache: GroupCache, pages: torch.Tensor) -> Indices:
+    """What copies of these pages look them up by: on CUDA where kernels can read it, in the order of the current stream."""
+    return RowNumbers.of(cache.spans, pages, cache.spans[0].rows.device) if cache.spans else pages
+
+
+def move_directly(cache: GroupCache, index: Indices, slots: list[int], memory: torch.Tensor, *, to_host: bool) -> None:
     """Copy between pages and ascending slots of memory on the caches' own device."""
     for first, last, step in _runs(slots, cache.bytes_per_page, gaps=True):
         table = memory.as_strided((last - first, cache.bytes_per_page), (step, 1), slots[first])
-        _exchange(cache, index[first:last], table, to_host=to_host)
+        exchange_pages(cache, index[first:last], table, to_host=to_host)
 
 
-def move_through(
-    scratch: torch.Tensor, cache: GroupCache, index: torch.Tensor, slots: list[int], host: torch.Tensor, *, to_host: bool
-) -> None:
-    """Copy between pages and ascending slots of pinned host memory, as many at a time as the scratch holds."""
-    page_bytes = cache.bytes_per_page
-    at_once = scratch.numel() // page_bytes
-    index = uploaded(index, scratch.device)
-    for begin in range(0, len(slots), at_once):
-        part = slots[begin : begin + at_once]
-        pages = index[begin : begin + len(part)]
-        block = scratch[: len(part) * page_bytes]
-        table = block.view(len(part), page_bytes)
+def copy_runs(block: torch.Tensor, slots: Sequence[int], host: torch.Tensor, page_bytes: int, *, to_host: bool) -> None:
+    """Copy between a table of stored pages on the device and ascending slots of pinned host memory, one copy for each run."""
+    for first, last, _ in _runs(slots, page_bytes, gaps=False):
+        on_device = block[first * page_bytes : last * page_bytes]
+        on_host = host[slots[first] : slots[first] + on_device.numel()]
         if to_host:
-            _exchange(cache, pages, table, to_host=True)
-        for first, last, _ in _runs(part, page_bytes, gaps=False):
-            on_device = block[first * page_bytes : last * page_bytes]
-            on_host = host[part[first] : part[first] + on_device.numel()]
-            if to_host:
-                on_host.copy_(on_device, non_blocking=True)
-            else:
-                on_device.copy_(on_host, non_blocking=True)
-        if not to_host:
-            _exchange(cache, pages, table, to_host=False)
+            on_host.copy_(on_device, non_blocking=True)
+        else:
+            on_device.copy_(on_host, non_blocking=True)
 
 
 def move_on(device_memory: torch.Tensor, places: list[int], host: torch.Tensor, slots: list[int], page_bytes: int) -> None:
@@ -99,21 +96,18 @@ def move_on(device_memory: torch.Tensor, places: list[int], host: torch.Tensor, 
             host[slot : slot + nbytes].copy_(device_memory[place : place + nbytes], non_blocking=True)
 
 
-def uploaded(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The pages' numbers where a kernel can read them, in the order of the current stream."""
-    # Pinned first: a copy from pageable memory would make the host wait for what is on the stream.
-    return index.pin_memory().to(device, non_blocking=True)
-
-
-def _exchange(cache: GroupCache, index: torch.Tensor, table: torch.Tensor, *, to_host: bool) -> None:
+def exchange_pages(cache: GroupCache, index: Indices, table: torch.Tensor, *, to_host: bool) -> None:
     """Move between the caches' pages and a table of stored pages, one row each, on the caches' device."""
-    fits = gcd(table.data_ptr(), table.stride(0), max(WORDS))
+    if isinstance(index, RowNumbers):
+        exchange(cache.spans, index, table, to_table=to_host)
+        return
+    fits = gcd(table.data_ptr(), table.stride(0), WIDEST)
     tables = {word: table.view(WORDS[word]) for word in {gcd(region.word, fits) for region in cache.regions}}
     for region in cache.regions:
         word = gcd(region.word, fits)
         rows = region.rows if word == region.word else region.rows.view(WORDS[word])
         part = tables[word][:, region.start // word : region.stop // word]
-        if not part.is_cpu or part.numel() <= CPU_PIECE:
+        if part.numel() <= CPU_PIECE:
             _exchange_words(rows, index, part, to_host=to_host)
             continue
         for some, columns in _pieces(*part.shape, most=CPU_PIECE):

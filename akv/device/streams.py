@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from akv.device.device_memory import device_bytes
+from akv.device.scratch import Scratch
 from akv.errors import DeviceError, SettingsError
 from akv.ports.device import PassEvent
 
@@ -43,10 +43,10 @@ class TorchStream:
         #: Held while a call issues its copies: two threads on one stream would overwrite each other's scratch.
         self.lock = threading.Lock()
         self.cuda: torch.cuda.Stream | None = None
-        self.scratch: torch.Tensor | None = None
+        self.scratch: Scratch | None = None
         if device.type == "cuda":
             self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self.scratch = device_bytes(scratch_bytes, self.cuda)
+            self.scratch = Scratch(scratch_bytes, self.cuda)
 
     @property
     def name(self) -> str:

@@ -1,8 +1,8 @@
 """Pages between torch caches and host buffers: one code path for CPU and CUDA tensors.
 
-On CUDA one indexed copy per region moves all pages of a call between the cache and a scratch on the device, never one copy per
-page (130 pages of 48 regions, measured on an H200: 0.5 ms of host time against 48 ms), and each run of adjacent slots is one
-bulk copy between scratch and host. On a CPU the host buffer is its own scratch, and the indexed copies are cut small.
+On CUDA one indexed copy moves pages between all regions of one size and a scratch on the device, never a copy per region and
+page (130 pages of 48 regions, measured on an H200: 1 ms of host time against 62), and each run of adjacent slots is one bulk
+copy between scratch and host. On a CPU the host buffer is its own scratch, and the indexed copies are cut small.
 """
 
 import threading
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from akv.device.caches import take_caches
-from akv.device.device_memory import TorchDeviceBuffer, device_bytes
+from akv.device.device_memory import TorchDeviceBuffer
 from akv.device.host_memory import TorchBuffer
 from akv.device.host_pages import host_regions
-from akv.device.moves import in_slot_order, move_directly, move_on, move_through, uploaded
+from akv.device.moves import in_slot_order, indices, move_directly, move_on
+from akv.device.scratch import Scratch
 from akv.device.segment_memory import TorchSegment, fill_pages, map_segment
 from akv.device.streams import TorchEvent, TorchStream, execution_stream, leaving_nothing_behind, wait
 from akv.errors import DeviceError, NotOpenError
@@ -24,7 +25,8 @@ from akv.ports.segments import SegmentFile
 from akv.values.layout import Layout
 
 #: Bytes of device memory per stream, taken when the stream opens: later the engine may have taken all there is. One page at
-#: least. Measured on an H200, pages of 48 regions of 128 KiB: 8 MiB move 10 GB/s, 64 MiB 38 to 44, 256 MiB 48, a bulk copy 55.
+#: least, and two for its halves. Measured on an H200, 780 MiB in pages of 48 regions of 128 KiB, in parts of the speed of one
+#: bulk copy: 16 MiB 0.92 and 15 ms of host time, 32 MiB 0.95 and 8, 64 MiB 0.96 and 3, 128 MiB 0.95 and 2.
 SCRATCH_BYTES = 64 << 20
 
 
@@ -50,10 +52,10 @@ class TorchCopier:
         )
         #: For snapshots that go to the host at once. Held as in `TorchStream`.
         self._snapshot_lock = threading.Lock()
-        self._snapshot_scratch: torch.Tensor | None = None
+        self._snapshot_scratch: Scratch | None = None
         if self._execution is not None and any(group.is_window for group in layout.groups):
             # Now, like that of streams: later the engine may have taken all there is. Other layouts are not snapshotted.
-            self._snapshot_scratch = device_bytes(self._scratch_bytes, self._execution)
+            self._snapshot_scratch = Scratch(self._scratch_bytes, self._execution)
         self._streams: list[TorchStream] = []
         self._open = True
 
@@ -164,10 +166,9 @@ class TorchCopier:
             return TorchEvent()
         if via is None:
             with self._snapshot_lock, torch.inference_mode(), leaving_nothing_behind(stream.name, execution):
-                if self._snapshot_scratch is None:
-                    self._snapshot_scratch = device_bytes(self._scratch_bytes, execution)
+                scratch = self._snapshot_scratch = self._snapshot_scratch or Scratch(self._scratch_bytes, execution)
                 with torch.cuda.stream(execution):
-                    move_through(self._snapshot_scratch, cache, index, slots, memory.tensor, to_host=True)
+                    scratch.move(cache, index, slots, memory.tensor, to_host=True)
                 return TorchEvent(execution.record_event(), holds=memory)
         if not isinstance(via.buffer, TorchDeviceBuffer):
             raise TypeError("device slots of another device cannot be used here")
@@ -175,7 +176,7 @@ class TorchCopier:
         _, places = in_slot_order(group, cache, pages, via.buffer.nbytes, via.offsets, to_host=True)
         with torch_stream.lock, torch.inference_mode(), leaving_nothing_behind(stream.name, execution, torch_stream.cuda):
             with torch.cuda.stream(execution):
-                move_directly(cache, uploaded(index, self._device), places, via.buffer.tensor, to_host=True)
+                move_directly(cache, indices(cache, index), places, via.buffer.tensor, to_host=True)
             with torch_stream.entered():
                 wait(torch_stream.cuda, TorchEvent(execution.record_event()))
                 move_on(via.buffer.tensor, places, memory.tensor, slots, cache.bytes_per_page)
@@ -223,7 +224,7 @@ class TorchCopier:
                 elif torch_stream.scratch is None:
                     move_directly(cache, index, slots, memory.tensor, to_host=to_host)
                 else:
-                    move_through(torch_stream.scratch, cache, index, slots, memory.tensor, to_host=to_host)
+                    torch_stream.scratch.move(cache, index, slots, memory.tensor, to_host=to_host)
                 return torch_stream.record(holds=memory)
 
 

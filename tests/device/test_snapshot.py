@@ -127,12 +127,12 @@ def test_M6_a_failure_half_way_is_a_device_error_and_leaves_nothing_queued(
 ) -> None:
     monkeypatch.setattr(torch_copier, "SCRATCH_BYTES", PAGE)
     engine = Engine(layout_for, noise, device)
-    buffer, exchange = engine.copier.host_buffer(8 * PAGE), moves._exchange
+    buffer, exchange = engine.copier.host_buffer(8 * PAGE), moves.exchange_pages
     for via in engine.ways([0, 2, 5]):
-        monkeypatch.setattr(moves, "_exchange", failing_at_the_second(exchange))
+        monkeypatch.setattr(moves, "exchange_pages", failing_at_the_second(exchange))
         with pytest.raises(DeviceError, match="'ring': out of memory"):
             engine.copier.snapshot(engine.stream, 0, [3, 1, 0], buffer, [0, 2 * PAGE, 5 * PAGE], via)
-        monkeypatch.setattr(moves, "_exchange", exchange)
+        monkeypatch.setattr(moves, "exchange_pages", exchange)
         assert engine.copier.record().query(), "what was queued has ended"
         wait(engine.copier.snapshot(engine.stream, 0, [3, 1, 0], buffer, [0, 2 * PAGE, 5 * PAGE], via))
         assert buffer.view()[5 * PAGE : 6 * PAGE].tobytes() == engine.page(0)

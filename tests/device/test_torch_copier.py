@@ -258,14 +258,14 @@ def test_M6_a_failure_half_way_is_a_device_error_that_leaves_the_stream_usable(
     monkeypatch.setattr(torch_copier, "SCRATCH_BYTES", 24)
     copier = open_torch_device(layout_for([[24]]), [[cache]])
     stream, buffer = copier.open_stream("loader-0"), copier.host_buffer(96)
-    exchange, pieces = moves._exchange, iter([1, 2, 3])
+    exchange, pieces = moves.exchange_pages, iter([1, 2, 3])
 
     def failing(*args: Any, **keywords: Any) -> None:
         if next(pieces) == 2:
             raise RuntimeError("out of memory")
         exchange(*args, **keywords)
 
-    monkeypatch.setattr(moves, "_exchange", failing)
+    monkeypatch.setattr(moves, "exchange_pages", failing)
     with pytest.raises(DeviceError, match="'loader-0': out of memory") as failed:
         copier.gather(stream, 0, [3, 1, 0], buffer, [0, 24, 72], copier.record())
     assert isinstance(failed.value.__cause__, RuntimeError)
