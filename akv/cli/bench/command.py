@@ -14,6 +14,7 @@ from rich.table import Table
 
 from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
+from akv.cli.bench.snapshot.command import add_snapshot
 from akv.cli.bench.soak import SoakFigures, bench_soak
 from akv.cli.bench.vllm.command import add_vllm
 from akv.errors import DependencyError
@@ -83,6 +84,7 @@ def add_bench(app: typer.Typer) -> None:
             _show_soak(figures)
         raise typer.Exit(code=1 if figures.failures else 0)
 
+    add_snapshot(bench)
     add_vllm(bench)
 
 
