@@ -15,7 +15,7 @@ DEVICES = [
 ]
 
 #: What needs CUDA throughout.
-collect_ignore = [] if torch.cuda.is_available() else ["test_cuda_order.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() else ["test_cuda_*.py"]
 
 
 @pytest.fixture(params=DEVICES)

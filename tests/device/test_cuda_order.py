@@ -210,3 +210,25 @@ def test_pinned_memory_moves_at_the_speed_of_a_bulk_copy(layout_for: LayoutFor) 
     plain = seconds(lambda: buffer.tensor.copy_(bulk, non_blocking=True))
     gather = seconds(lambda: copier.gather(stream, 0, order, buffer, offsets, copier.record()))
     assert gather < 2 * plain
+
+
+def test_under_deterministic_algorithms_a_load_writes_its_pages_and_copies_no_cache(layout_for: LayoutFor) -> None:
+    """Torch's own way there to fill rows that lie apart copies all rows to and fro, over what kernels write meanwhile."""
+    kv = torch.zeros(4096, 2, 16 << 10, dtype=torch.uint8, device="cuda")
+    copier = open_torch_device(layout_for([[16 << 10] * 2]), [[kv[:, 0], kv[:, 1]]])
+    stream, buffer = copier.open_stream("s"), copier.host_buffer(3 * (32 << 10))
+    buffer.view()[:] = b"\x05" * buffer.nbytes
+    offsets = [(32 << 10) * slot for slot in range(3)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.use_deterministic_algorithms(True)
+    try:
+        event = copier.scatter(stream, 0, [7, 4000, 11], buffer, offsets, copier.record())
+        copier.gather(stream, 0, [7, 4000, 11], buffer, offsets, event)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < kv.numel() // 8
+    assert sorted(kv.view(4096, -1).eq(5).all(dim=1).nonzero().flatten().tolist()) == [7, 11, 4000]
+    assert not kv[[0, 8, 12, 4095]].any()
