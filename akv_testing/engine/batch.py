@@ -10,12 +10,11 @@ from akv.host import PagedSequence, youngest_behind
 from akv.values.messages import PassPlan
 from akv.values.requests import Scheduled
 from akv_testing.engine.admission import Admission
+from akv_testing.engine.computer import Computer
 from akv_testing.engine.config import EngineConfig
 from akv_testing.engine.job import Job
-from akv_testing.engine.model import Model
-from akv_testing.engine.pages import Pages
 from akv_testing.engine.schedule import PassShape, next_pass
-from akv_testing.engine.step import Chunk, Sampled, compute
+from akv_testing.engine.step import Chunk, Sampled
 
 if TYPE_CHECKING:
     from akv.connector import Connector
@@ -39,13 +38,12 @@ class Part(NamedTuple):
 class Batch:
     """Continuous batching: requests join and leave between any two passes."""
 
-    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None", admission: Admission) -> None:
+    def __init__(self, config: EngineConfig, computer: Computer, kv: "Connector | None", admission: Admission) -> None:
         self._threads = config.threads
         self._shape = PassShape(
             chunk_tokens=config.chunk_tokens, max_tokens=config.max_tokens_per_pass, max_running=config.max_running
         )
-        self._model = model
-        self._pages = pages
+        self._computer = computer
         self._kv = kv
         self._one_at_a_time = anyio.CapacityLimiter(1)
         self._admission = admission
@@ -149,7 +147,7 @@ class Batch:
     def _compute(self, chunks: list[Chunk]) -> list[Sampled | None]:
         # Each time: torch keeps a part of this per thread, and which worker thread runs a pass is up to the backend.
         torch.set_num_threads(self._threads)
-        return [compute(self._model, chunk, self._pages) for chunk in chunks]
+        return self._computer.compute(chunks)
 
     def _advance(self, job: Job, count: int, sample: Sampled | None) -> None:
         if job.request_id not in self._jobs or job.sequence is None:
@@ -159,6 +157,7 @@ class Batch:
         # in the pages is overwritten when these positions are computed.
         tokens = sample.tokens if sample is not None else ()
         job.tokens += tokens
+        job.token_times += [anyio.current_time()] * len(tokens)
         job.sequence.append(tokens)
         job.computed += count + accepted
         job.sequence.commit(job.computed)  # what windows release here is written by the next pass at the earliest

@@ -20,6 +20,7 @@ from akv.host import PagedCache, PagedSequence, local_reuse
 from akv.values.scope import EMPTY_SCOPE, Scope
 from akv_testing.engine.admission import Admission
 from akv_testing.engine.batch import Batch
+from akv_testing.engine.computer import Computer, OneByOne
 from akv_testing.engine.config import EngineConfig, check_config
 from akv_testing.engine.job import Job, Result
 from akv_testing.engine.model import Model
@@ -42,7 +43,9 @@ class EngineClosed(Exception):
 class Engine:
     """What `open_engine()` yields."""
 
-    def __init__(self, config: EngineConfig, model: Model, pages: Pages, kv: "Connector | None", group: TaskGroup) -> None:
+    def __init__(
+        self, config: EngineConfig, computer: Computer, pages: Pages, kv: "Connector | None", group: TaskGroup
+    ) -> None:
         self._config = config
         self._pages = pages
         self._kv = kv
@@ -63,7 +66,7 @@ class Engine:
             ),
         )
         self._admission = Admission(self.cache)
-        self._batch = Batch(config, model, pages, kv, self._admission)
+        self._batch = Batch(config, computer, kv, self._admission)
         #: Every request that has not given back its pages.
         self._jobs: dict[str, Job] = {}
         self._numbers = count()
@@ -287,12 +290,18 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, *, model: Model | None = None, pages: Pages | None = None, kv: "Connector | None" = None
+    config: EngineConfig,
+    *,
+    model: Model | None = None,
+    pages: Pages | None = None,
+    kv: "Connector | None" = None,
+    computer: Computer | None = None,
 ) -> AsyncIterator[Engine]:
     """Run an engine for the length of an `async with` block.
 
     With a connector, `pages` are those that it was opened with: `open_connector(settings, pages.layout, pages.caches)`.
     Without (`kv=None`) requests reuse each other's KV only. `model` may be shared by engines; left out, it is made here.
+    A `computer` computes in place of the small model, in the `pages` that come with it (`akv_testing.engine.large`).
 
     Leaving the block ends requests that are under way (their callers get EngineClosed) and waits for the saves of those that
     are complete. A fault of the batch ends the block. Raises SettingsError for a configuration that cannot run.
@@ -302,11 +311,13 @@ async def open_engine(
         if kv is not None:
             raise EngineContractError("an engine with a connector computes in the pages that it was opened with: pass them")
         pages = Pages(config)
-    if model is None:
-        model = await to_thread.run_sync(lambda: Model(config.model, config.device))
+    if computer is None:
+        if model is None:
+            model = await to_thread.run_sync(lambda: Model(config.model, config.device))
+        computer = OneByOne(model, pages)
     try:
         async with anyio.create_task_group() as group:
-            engine = Engine(config, model, pages, kv, group)
+            engine = Engine(config, computer, pages, kv, group)
             group.start_soon(engine._batch.run)
             if kv is not None:
                 group.start_soon(engine._admission.quarantine.follow, kv, engine._admission.freed)

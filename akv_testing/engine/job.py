@@ -36,6 +36,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     lookup_s: float
     load_s: float
+    #: When each generated token was there, by the event loop's clock.
+    token_times: tuple[float, ...] = ()
     #: What the lookup found, as akv names it; empty if the pool was not asked.
     lookup_outcome: str = ""
     #: Why the last load that failed did, one word; empty if none failed.
@@ -101,6 +103,7 @@ class Job:
         self.failed_loads = self.preemptions = 0
         #: Whether it loads what it is offered. Not any more after a load that waited for a holder in vain: one wait is enough.
         self.takes_offers = True
+        self.token_times: list[float] = []
         self.logits: list[Tensor] = []
         self.page_digests: tuple[tuple[bytes, ...], ...] = ()
         self.queue_s = self.lookup_s = self.load_s = self.ttft_s = 0.0
@@ -166,6 +169,7 @@ class Job:
             queue_s=self.queue_s,
             lookup_s=self.lookup_s,
             load_s=self.load_s,
+            token_times=tuple(self.token_times),
             lookup_outcome=self.lookup_outcome,
             load_failure=self.load_failure,
             failed_loads=self.failed_loads,

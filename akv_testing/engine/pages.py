@@ -17,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Pages:
     """The KV cache of one engine. `layout` and `caches` are what `akv.open_connector()` takes."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Allocate on `config.device`, zeroed."""
+    def __init__(self, config: EngineConfig, *, spare_pages: int = 0) -> None:
+        """Allocate on `config.device`, zeroed. `spare_pages`: behind those of the cache, for the computer alone."""
         self._tokens_per_block = config.tokens_per_block
         self._groups = config.groups
         #: For each layer: its group, and where it stands in it.
@@ -27,8 +27,15 @@ class Pages:
         }
         #: Per layer group, per region (keys of its first layer, values of its first layer, keys of the next ...): a tensor
         #: (pages, kv_heads, tokens_per_block, head_size).
-        self.caches: tuple[tuple[Tensor, ...], ...] = tuple(
-            _allocate(config, group, count) for group, count in zip(self._groups, config.page_counts, strict=True)
+        self.caches: tuple[tuple[Tensor, ...], ...]
+        #: The same with the spare pages.
+        self._memory = tuple(
+            _allocate(config, group, count + spare_pages)
+            for group, count in zip(self._groups, config.page_counts, strict=True)
+        )
+        self.caches = tuple(
+            tuple(memory[:count] for memory in regions)
+            for regions, count in zip(self._memory, config.page_counts, strict=True)
         )
         self.layout = layout_of(config)
 
@@ -36,10 +43,14 @@ class Pages:
         """The layer group of a layer."""
         return self._of_layer[layer][0]
 
+    def spare_page(self, group: int) -> int:
+        """The first page of a layer group that is no request's."""
+        return len(self.caches[group][0])
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of one layer, all pages."""
+        """The keys and the values of one layer, all pages, spare ones last."""
         group, at = self._of_layer[layer]
-        regions = self.caches[group]
+        regions = self._memory[group]
         return regions[2 * at], regions[2 * at + 1]
 
     def places(self, tables: Sequence[Sequence[int]], start: int, end: int, device: torch.device) -> list[Place]:

@@ -75,7 +75,7 @@ async def test_K8_new_weights_find_nothing_that_others_computed_in_the_pool_or_h
             # As the how-to has it: no request is open, and what the engine keeps itself is forgotten.
             await computing.kv.reset(revision)
             computing.engine.cache.evict_idle()
-            computing.engine._batch._model = weights
+            computing.engine._batch._computer.model = weights
             result = await computing.engine.generate(revision, TOKENS, **OPTIONS)
             assert (result.local_tokens, result.from_pool_tokens) == (0, from_pool)
             assert_same(result, expected)
