@@ -26,6 +26,8 @@ from akv.values.requests import Scheduled
 from akv.values.segments import Replica
 
 MIB = 1 << 20
+#: Every device of this machine.
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
 BLOCKS, T = 24, 4
 REGIONS = (192 << 10, 64 << 10)
 PAGE = sum(REGIONS)
@@ -190,12 +192,14 @@ class Server:
 
 
 @asynccontextmanager
-async def _serving(shm: Path, address: str, **changed: Any) -> AsyncIterator[Server]:
+async def _serving(shm: Path, device_type: str, address: str, **changed: Any) -> AsyncIterator[Server]:
     regions = tuple(Region(name=f"{index}", bytes_per_page=size) for index, size in enumerate(REGIONS))
     group = LayerGroup(layers=(0,), dtype="uint8", kv_heads=1, head_size=1, regions=regions)
     layout = Layout(tokens_per_block=T, groups=(group,))
     generator = torch.Generator().manual_seed(7)
-    caches = [torch.randint(0, 256, (2 * BLOCKS, size), dtype=torch.uint8, generator=generator) for size in REGIONS]
+    caches = [
+        torch.randint(0, 256, (2 * BLOCKS, size), dtype=torch.uint8, generator=generator).to(device_type) for size in REGIONS
+    ]
     store = StoreSettings(master_address=address, shared_memory_dir=str(shm), segment_bytes=changed.pop("lends", 0))
     settings = Settings(model_key="direct", store=store, staging_buffer_bytes=64 * MIB, **changed)
     device = Held(open_torch_device(layout, [caches]))
@@ -210,10 +214,10 @@ async def _serving(shm: Path, address: str, **changed: Any) -> AsyncIterator[Ser
     device.close()
 
 
-@pytest.fixture
-def serving(shm: Path) -> Callable[..., AbstractAsyncContextManager[Server]]:
+@pytest.fixture(params=DEVICES)
+def serving(shm: Path, request: pytest.FixtureRequest) -> Callable[..., AbstractAsyncContextManager[Server]]:
     """`serving(address)`: a server on the pool of that master, with settings that differ, if any; `lends`: bytes."""
-    return partial(_serving, shm)
+    return partial(_serving, shm, request.param)
 
 
 @pytest.fixture
