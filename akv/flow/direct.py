@@ -178,16 +178,14 @@ class DirectRead:
         report_load(self._parts, self._parts.reservations.end_read(self._record, self._permit))
 
     def _learn(self, first: _Answer) -> None:
-        reads, wanted, unknown = self._reads, set[str](), False
+        reads, wanted = self._reads, set[str]()
         for segment_id, reason in first.bad.items():
             reads.drop(self._mapped[segment_id], reason)
         for batch, found in zip(self._batches, self._found, strict=True):
             wanted |= found.wanted
-            # A process may have joined since the register was read.
-            unknown = unknown or Staged.NOT_SHARED in found.staged
             self._record.paths.are_staged(found.staged, self._parts.page_bytes[batch.group])
-        reads.segments.want(wanted)
-        if wanted or unknown:
+        if wanted:
+            reads.segments.want(wanted)
             reads.look()
 
     # The following run on the call's thread.

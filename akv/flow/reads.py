@@ -19,13 +19,11 @@ class DirectReads(msgspec.Struct, frozen=True, kw_only=True):
     look: Callable[[], None]
 
     def why_none(self) -> Staged | None:
-        """Why no page at all can be read directly now; None if one may. Has the register looked at if that may help."""
+        """Why no page at all can be read directly now; None if one may. Has the register looked at, which may have changed."""
         if self.off is not None:
             return self.off
-        reason = self.segments.why_none
-        if reason is not None:
-            self.look()
-        return reason
+        self.look()
+        return self.segments.why_none
 
     def drop(self, mapped: Mapped, reason: Staged) -> None:
         """Read nothing from this segment any more."""
