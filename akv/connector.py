@@ -329,7 +329,7 @@ async def _close(halves: Halves, orderly: bool) -> None:
 async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream: Any) -> AsyncIterator[Ports]:
     """Mooncake, torch and threads. Imported here, so that `import akv` stays light and other ports need none of them."""
     from akv.device import open_torch_device  # noqa: PLC0415
-    from akv.pool import RegisteredSegments, ThreadRunner, open_pool  # noqa: PLC0415
+    from akv.pool import RegisteredSegments, ThreadRunner, open_pool, posting  # noqa: PLC0415
 
     device = open_torch_device(layout, caches, stream)
     runner = ThreadRunner(
@@ -344,9 +344,11 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
             CallKind.MAP: 1,
         }
     )
+    segments = RegisteredSegments(settings.store)
     async with open_pool(settings) as pool:
         try:
-            yield Ports(pool=pool, device=device, runner=runner, segments=RegisteredSegments(settings.store))
+            with posting(settings.store) as board:
+                yield Ports(pool=pool, device=device, runner=runner, segments=segments, board=board)
         finally:
             if not runner.outstanding:
                 device.close()

@@ -31,6 +31,7 @@ from akv.services.health import HealthLatch
 from akv.services.notices import Changed, Notices
 from akv.services.poller import StreamPoller
 from akv.services.supervisor import Supervisor
+from akv.services.teller import StatsTeller
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
@@ -96,6 +97,7 @@ class Halves:
         self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, breaker, self._ended, capabilities)
         report = self.scheduler.on_report
         self.worker = WorkerHalf(settings, layout, keys, ports, desk, breaker, self._poller, report, capabilities)
+        self._teller = StatsTeller(settings, ports.board, desk.run, self.worker.reads)
         breaker.quarantine_full = self.worker.quarantine_full
         breaker.on_open = self.worker.refuse_queued
         breaker.on_close = self.scheduler.requests.new_generation
@@ -118,6 +120,7 @@ class Halves:
         await start(self.scheduler.holds.run)
         await start(self._name_lost)
         await self.worker.open(start)
+        await start(self._teller.run)
         self.services.all_started = True
         if self.settings.key_format != "akv":
             observe.emit(observe.KEYS_FOREIGN, key_format=self.settings.key_format)
@@ -134,6 +137,7 @@ class Halves:
         self.scheduler.passes.no_more_passes()
         self.worker.no_more_passes()
         self.breaker.stop()
+        self._teller.stop()
         for record in self.scheduler.requests.records:
             if not orderly or not self._finished(record):
                 self.scheduler.cancel(record)
@@ -141,6 +145,7 @@ class Halves:
             await self.worker.drained()
             # Calls that nobody waits for any more, too: a registration of memory, a get that was given up.
             await self._desk.drained()
+        self._teller.tell()
         with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
             await self._runner.close(max(0.0, deadline - current_time()))
         return self.calls.outstanding

@@ -46,7 +46,7 @@ from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.messages import GroupPages, LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
-from akv.values.pressure import BreakerState, Pressure, StagingPressure
+from akv.values.pressure import BreakerState, Pressure, Reads, StagingPressure
 
 #: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
 #: reach the device while the rest is on its way.
@@ -255,8 +255,12 @@ class WorkerHalf:
             breaker=breaker,
             degraded=degraded,
             unsaved_blocks=unsaved_blocks,
-            reads=self._reporter.reads(self._scout.segments),
+            reads=self.reads(),
         )
+
+    def reads(self) -> Reads:
+        """Which way the pages of loads came."""
+        return self._reporter.reads(self._scout.segments)
 
     def withdraw(self, message: Withdrawal) -> None:
         """Stop what this incarnation still has queued. What runs is waited for, by its events, and reported then."""

@@ -7,6 +7,7 @@ import anyio
 from akv.ports import Ports
 from akv.ports.calls import CallKind, CallSize
 from akv.values.layout import LayerGroup, Layout, Region
+from akv_testing.board import FakeBoard
 from akv_testing.calls import FakeRunner
 from akv_testing.device import FakeDevice
 from akv_testing.pool import FakePool
@@ -21,6 +22,7 @@ class FakePorts(Ports, frozen=True, kw_only=True):
     device: FakeDevice
     runner: FakeRunner
     segments: FakeHost | None = None
+    board: FakeBoard | None = None
 
 
 def tiny_layout(
@@ -58,13 +60,15 @@ def fake_ports(
     name: str = "pool",
     host_pages: bool = False,
     segments: FakeHost | None = None,
+    board: FakeBoard | None = None,
     now: Callable[[], float] = anyio.current_time,
 ) -> FakePorts:
     """A fake pool, device and runner under one clock.
 
     `layout`: `tiny_layout()` by default. `pages`: pages per group, one number for all or one each. `store`: what several
     processes share; a new one of unlimited size by default. `latency`: of the runner's calls; 0 by default. `host_pages`: the
-    store can reach the device's pages, as on a CPU. `segments`: what processes of this host lend; nothing by default.
+    store can reach the device's pages, as on a CPU. `segments`: what processes of this host lend; nothing by default. `board`:
+    takes what connectors post.
     """
     geometry = tiny_layout() if layout is None else layout
     counts = [pages] * len(geometry.groups) if isinstance(pages, int) else pages
@@ -73,4 +77,5 @@ def fake_ports(
         device=FakeDevice(geometry, counts, now, host_pages=host_pages),
         runner=FakeRunner(latency=latency, now=now),
         segments=segments,
+        board=board,
     )

@@ -27,6 +27,7 @@ from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.requests import Scheduled
 from akv.values.scope import EMPTY_SCOPE, Scope
+from akv_testing.board import FakeBoard
 from akv_testing.calls import FakeRunner, Latency
 from akv_testing.device import FakeDevice
 from akv_testing.pool import FakePool
@@ -45,8 +46,8 @@ class FakeServer:
 
     `store`: what several servers share; its own by default. `layout`: two layer groups by default. `pages`: pages per group.
     `slots`: staging slots per direction. `host_pages`: the store can reach the pages itself, and the engine keeps pages that
-    are in quarantine. `segments`: what processes of its host lend. `capabilities`: what the engine declares otherwise.
-    `settings`: fields of `akv.Settings` that a test is about.
+    are in quarantine. `segments`: what processes of its host lend. `board`: where it posts what it counted. `capabilities`:
+    what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is about.
     """
 
     def __init__(
@@ -60,12 +61,20 @@ class FakeServer:
         name: str = "server",
         host_pages: bool = False,
         segments: FakeHost | None = None,
+        board: FakeBoard | None = None,
         capabilities: EngineCapabilities | None = None,
         **settings: Any,
     ) -> None:
         self.layout = tiny_layout(groups=2) if layout is None else layout
         self.ports = fake_ports(
-            self.layout, pages=pages, store=store, latency=latency, name=name, host_pages=host_pages, segments=segments
+            self.layout,
+            pages=pages,
+            store=store,
+            latency=latency,
+            name=name,
+            host_pages=host_pages,
+            segments=segments,
+            board=board,
         )
         self.capabilities = EngineCapabilities(keeps_quarantined_pages=host_pages) if capabilities is None else capabilities
         self.settings: dict[str, Any] = {

@@ -164,9 +164,22 @@ LOAD_QUEUED = _event(
 LOAD_COMPLETE = _event(
     "akv.load.complete",
     "debug",
-    "request_id incarnation load_id pages bytes direct_pages direct_bytes staged duration_s",
+    "request_id incarnation load_id pages bytes direct_pages direct_bytes staged staged_bytes duration_s",
     "Every page of a load is in the engine's cache: some read straight from segments of this host, the others `staged`, which "
-    "counts them by the reason.",
+    "counts them by the reason, as `staged_bytes` counts their bytes.",
+)
+CONNECTOR_STATS = _event(
+    "akv.connector.stats",
+    "info",
+    "direct_pages direct_bytes staged staged_bytes segments segment_bytes",
+    "Every `stats_interval_s`, if it changed, and when the connector closes: which way the pages of all loads came since it "
+    "opened, straight from `segments` of this host that are mapped, or through the store, by the reason.",
+)
+STATS_UNPOSTED = _event(
+    "akv.connector.stats_unposted",
+    "warning",
+    "error",
+    "What the connector counted could not be written beside the segment register, so `akv stat` does not show it.",
 )
 LOAD_FAILED = _event(
     "akv.load.failed",

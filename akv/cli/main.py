@@ -31,6 +31,7 @@ def build_app() -> "typer.Typer":
     from akv.cli.config.command import add_config  # noqa: PLC0415
     from akv.cli.demo.command import add_demo  # noqa: PLC0415
     from akv.cli.doctor.command import add_doctor  # noqa: PLC0415
+    from akv.cli.stat.command import add_stat  # noqa: PLC0415
 
     app = typer.Typer(
         name="akv",
@@ -48,6 +49,7 @@ def build_app() -> "typer.Typer":
     add_config(app)
     add_demo(app)
     add_doctor(app)
+    add_stat(app)
     return app
 
 

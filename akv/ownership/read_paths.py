@@ -15,9 +15,9 @@ class ReadPaths:
     def __init__(self) -> None:
         self.direct_pages = 0
         self.direct_bytes = 0
-        self.staged_bytes = 0
-        #: Pages, by the reason for which they were staged.
+        #: Pages, and their bytes, by the reason for which they were staged.
         self.staged: Counter[str] = Counter()
+        self.staged_bytes: Counter[str] = Counter()
 
     def read_directly(self, pages: int, page_bytes: int) -> None:
         """Pages were copied straight from a segment."""
@@ -28,15 +28,16 @@ class ReadPaths:
         """Pages go through the store's client."""
         for reason, pages in reasons.items():
             self.staged[reason] += pages
-            self.staged_bytes += pages * page_bytes
+            self.staged_bytes[reason] += pages * page_bytes
 
     def add(self, load: LoadResult) -> None:
         """Count what a load counted."""
         self.direct_pages += load.direct_pages
         self.direct_bytes += load.direct_bytes
-        self.staged_bytes += load.staged_bytes
         self.staged.update(load.staged)
+        self.staged_bytes.update(load.staged_bytes)
 
-    def by_reason(self) -> dict[str, int]:
-        """Pages that were staged, by reason, as events and messages carry them."""
-        return {str(reason): pages for reason, pages in sorted(self.staged.items())}
+
+def in_order(by_reason: Mapping[str, int]) -> dict[str, int]:
+    """A count by reason, as events and messages carry it."""
+    return {str(reason): count for reason, count in sorted(by_reason.items())}

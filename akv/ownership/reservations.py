@@ -11,7 +11,7 @@ from bisect import insort_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from akv.ownership.read_paths import ReadPaths
+from akv.ownership.read_paths import ReadPaths, in_order
 from akv.values.messages import BadPage, GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, pages_per_group
 
 
@@ -221,8 +221,8 @@ class Reservations:
             bytes=self._bytes(groups),
             direct_pages=record.paths.direct_pages,
             direct_bytes=record.paths.direct_bytes,
-            staged_bytes=record.paths.staged_bytes,
-            staged=record.paths.by_reason(),
+            staged=in_order(record.paths.staged),
+            staged_bytes=in_order(record.paths.staged_bytes),
             failed_key=record.failed_key,
             reason=record.reason,
             bad_pages=record.bad_pages,

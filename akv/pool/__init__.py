@@ -15,6 +15,7 @@ import msgspec
 
 from akv.errors import NotOpenError, PoolError
 from akv.observe import CONNECTOR_UNCLEAN_EXIT, POOL_CLOSE, POOL_OPEN, POOL_SHARED, SEGMENT_PRIVATE, emit, step
+from akv.pool.board import posting
 from akv.pool.client import load_client_module
 from akv.pool.client_log import CLIENT_LOG
 from akv.pool.data_path import check_device, prove_data_path
@@ -30,7 +31,15 @@ from akv.pool.threads import ThreadRunner
 from akv.pool.transfers import PROCESS_BUDGET, entries_allowed
 from akv.settings import Settings, StoreSettings, prepare_client_environment
 
-__all__ = ["LentSegments", "MooncakePool", "RegisteredSegments", "ThreadRunner", "open_embedded_master", "open_pool"]
+__all__ = [
+    "LentSegments",
+    "MooncakePool",
+    "RegisteredSegments",
+    "ThreadRunner",
+    "open_embedded_master",
+    "open_pool",
+    "posting",
+]
 
 #: Seconds that the master may take to answer before this process joins its pool, and before it leaves.
 JOIN_DEADLINE_S = 5.0

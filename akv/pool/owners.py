@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from akv.values.segments import SegmentEntry
+from akv.values.stats import PostedStats
 
 _PROC = Path("/proc")
 #: Fields of /proc/PID/stat behind the command's name, from 0: the state, and the start in clock ticks since boot.
@@ -45,7 +46,7 @@ def this_process() -> Owner:
     return Owner(pid, _stat_of(pid)[1], _own_namespace(), _boot_id())
 
 
-def liveness(entry: SegmentEntry) -> Liveness:
+def liveness(entry: SegmentEntry | PostedStats) -> Liveness:
     """Whether the owner of an entry lives."""
     if entry.boot_id != _boot_id():
         return Liveness.DEAD

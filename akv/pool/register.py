@@ -102,7 +102,7 @@ def open_register(directory: Path) -> None:
             "a directory in shared memory that this user may write to, or store.segment_memory to 'private'."
         ) from error
     try:
-        _check_directory(directory)
+        check_directory(directory)
     except SegmentRefused as refused:
         raise PoolError(
             f"segments are registered in {directory}, which is not to be trusted ({refused}): it must be a directory of this "
@@ -112,13 +112,18 @@ def open_register(directory: Path) -> None:
 
 
 def publish(directory: Path, entry: SegmentEntry) -> None:
-    """Write an entry, or write it anew: whole, or not at all."""
-    partial = directory / f".{entry.segment_id}.{secrets.token_hex(8)}{_PARTIAL_SUFFIX}"
+    """Write an entry, or write it anew."""
+    write_whole(entry_path(directory, entry.segment_id), msgspec.json.encode(entry))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that only this user may read, or write it anew: whole, or not at all. Raises OSError."""
+    partial = path.parent / f".{path.stem}.{secrets.token_hex(8)}{_PARTIAL_SUFFIX}"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(entry))
-        partial.replace(entry_path(directory, entry.segment_id))
+            file.write(data)
+        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -141,7 +146,7 @@ def lent_segments(store: StoreSettings) -> list[SegmentEntry]:
 def read_register(directory: Path) -> Register:
     """Read and check every entry. Changes nothing."""
     try:
-        _check_directory(directory)
+        check_directory(directory)
     except SegmentRefused as refused:
         return Register(refused=() if refused.fault is EntryFault.NO_FILE else (RefusedEntry(str(directory), refused.fault),))
     # Segments before entries: one that is made meanwhile has an entry by then.
@@ -242,7 +247,8 @@ def _check_place(entry: SegmentEntry, directory: Path) -> None:
         raise SegmentRefused(EntryFault.PATH)
 
 
-def _check_directory(directory: Path) -> None:
+def check_directory(directory: Path) -> None:
+    """Raises SegmentRefused unless it is this user's own and nobody else may enter it (X5)."""
     try:
         found = directory.lstat()
     except OSError as error:
@@ -259,7 +265,8 @@ class _Versioned(msgspec.Struct, frozen=True):
     version: int
 
 
-def _read_entry(path: Path) -> SegmentEntry:
+def read_trusted(path: Path) -> bytes:
+    """The content of a file that nobody but this user can have written. Raises SegmentRefused (X5)."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -273,7 +280,11 @@ def _read_entry(path: Path) -> SegmentEntry:
             raise SegmentRefused(EntryFault.FOREIGN)
         if found.st_mode & 0o022:
             raise SegmentRefused(EntryFault.WRITABLE_BY_OTHERS)
-        raw = file.read(_LARGEST_ENTRY)
+        return file.read(_LARGEST_ENTRY)
+
+
+def _read_entry(path: Path) -> SegmentEntry:
+    raw = read_trusted(path)
     try:
         if msgspec.json.decode(raw, type=_Versioned).version != ENTRY_VERSION:
             raise SegmentRefused(EntryFault.VERSION)

@@ -6,6 +6,7 @@ Protocols and pass the same conformance suites.
 
 import msgspec
 
+from akv.ports.board import StatBoard
 from akv.ports.calls import CallRunner
 from akv.ports.device import DeviceCopier
 from akv.ports.pool import PagePool
@@ -24,3 +25,5 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     runner: CallRunner
     #: Where this host's processes lend memory to the pool; None: no page is read straight from there.
     segments: HostSegments | None = None
+    #: Where the connector posts what it counted; None: nowhere.
+    board: StatBoard | None = None

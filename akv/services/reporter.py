@@ -6,7 +6,7 @@ from anyio import current_time
 
 from akv import observe
 from akv.ownership.backlog import Shed
-from akv.ownership.read_paths import ReadPaths
+from akv.ownership.read_paths import ReadPaths, in_order
 from akv.ownership.segments import Segments
 from akv.values.messages import GroupPages, LoadOrder, LoadResult, LoadState, PagesReleased, PagesUnread, SaveOrder, SaveResult
 from akv.values.pressure import Reads
@@ -64,6 +64,7 @@ class TransferReporter:
                 direct_pages=result.direct_pages,
                 direct_bytes=result.direct_bytes,
                 staged=result.staged,
+                staged_bytes=result.staged_bytes,
                 duration_s=took,
             )
         elif result.state is LoadState.FAILED:
@@ -127,8 +128,8 @@ class TransferReporter:
         return Reads(
             direct_pages=paths.direct_pages,
             direct_bytes=paths.direct_bytes,
-            staged_bytes=paths.staged_bytes,
-            staged=paths.by_reason(),
+            staged=in_order(paths.staged),
+            staged_bytes=in_order(paths.staged_bytes),
             segments=len(segments.all_mapped),
             segment_bytes=segments.mapped_bytes,
         )

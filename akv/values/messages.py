@@ -128,12 +128,12 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages and bytes that arrived. 0 unless LOADED: what landed before a failure is discarded.
     pages: int = 0
     bytes: int = 0
-    #: Pages and bytes that were read straight from segments of the worker's host, bytes that were not, and their pages by the
-    #: reason; so far, if it did not get to its end.
+    #: Pages and bytes that were read straight from segments of the worker's host; pages and bytes that were not, by the
+    #: reason. So far, if it did not get to its end.
     direct_pages: int = 0
     direct_bytes: int = 0
-    staged_bytes: int = 0
     staged: dict[str, int] = {}
+    staged_bytes: dict[str, int] = {}
     #: The first page that was not delivered, and why in one word. Empty unless FAILED.
     failed_key: str = ""
     reason: str = ""

@@ -36,10 +36,9 @@ class Reads(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages that were read straight from segments of this host, and their bytes.
     direct_pages: int = 0
     direct_bytes: int = 0
-    #: Bytes that the store's client was asked for.
-    staged_bytes: int = 0
-    #: Their pages, by the reason.
+    #: Pages that the store's client was asked for, and their bytes, by the reason.
     staged: dict[str, int] = {}
+    staged_bytes: dict[str, int] = {}
     #: Segments of this host that can be read now, and their bytes.
     segments: int = 0
     segment_bytes: int = 0

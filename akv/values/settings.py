@@ -220,5 +220,8 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     backlog_bytes: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)] = _GIB
     #: Passes that may have a save which has not ended.
     backlog_passes: Count = 64
+    #: Seconds between two tellings of what the connector counted: event `akv.connector.stats`, and what `akv stat` shows. Only
+    #: what changed is told. 0 tells nothing before it closes, and `akv stat` does not show it.
+    stats_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     #: Seconds between two looks at the device's events while any is outstanding. At least 0.001: event loops wake no finer.
     poll_tick_s: Annotated[float, msgspec.Meta(ge=SHORTEST_TICK_S)] = SHORTEST_TICK_S

@@ -113,8 +113,9 @@ async def test_R1_the_event_of_a_load_says_which_way_its_pages_came(read_path: s
         _, load, _ = await server.load(kv, "r", TOKENS)
         await load.wait()
     *_, event = events(caplog, "akv.load.complete")
-    direct = (8, 4 * (16 + 24), {}) if read_path == "auto" else (0, 0, {"setting": 8})
-    assert (event["direct_pages"], event["direct_bytes"], event["staged"]) == direct
+    bytes_of_all = 4 * (16 + 24)
+    direct = (8, bytes_of_all, {}, {}) if read_path == "auto" else (0, 0, {"setting": 8}, {"setting": bytes_of_all})
+    assert (event["direct_pages"], event["direct_bytes"], event["staged"], event["staged_bytes"]) == direct
     assert bool(calls(server, "describe")) == (read_path == "auto"), "nobody asks for what nobody wants"
 
 

@@ -42,6 +42,48 @@ def test_R3_nobody_shrinks_or_grows_a_file_without_a_name_and_it_goes_with_its_o
     assert not Path(path).exists()
 
 
+def test_R3_a_file_without_a_name_is_never_executable_where_the_kernel_knows_of_that(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 0x20 is F_SEAL_EXEC, 0x8 MFD_NOEXEC_SEAL.
+    knows = _accepts(0x8)
+    descriptor, _ = make_file("memfd", shm, "a1", SIZE)
+    assert bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & 0x20) == knows
+    os.close(descriptor)
+    create = os.memfd_create
+    asked = []
+
+    def older(name: str, flags: int) -> int:
+        asked.append(flags)
+        if flags & 0x8:
+            raise OSError(errno.EINVAL, "no such flag")
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", older)
+    descriptor, path = make_file("memfd", shm, "a1", SIZE)
+    assert len(asked) == 2
+    with pytest.raises(PermissionError):
+        os.truncate(path, 0)
+    os.close(descriptor)
+
+
+def test_R3_a_file_without_a_name_that_cannot_be_made_is_an_error(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        make_file("memfd", shm, "a1", SIZE)
+
+
+def _accepts(flag: int) -> bool:
+    try:
+        os.close(os.memfd_create("akv-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flag))
+    except OSError:
+        return False
+    return True
+
+
 def test_R3_a_named_file_takes_no_name_that_is_there(shm: Path) -> None:
     (shm / "a1.segment").symlink_to(shm / "victim")
     with pytest.raises(FileExistsError):

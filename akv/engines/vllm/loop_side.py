@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import msgspec
 from anyio import CancelScope
@@ -14,6 +15,7 @@ from akv.errors import DeviceError, EngineContractError, PagesLost, SettingsErro
 from akv.request import Request
 from akv.values.messages import LoadState, PassPlan
 from akv.values.offers import Offer
+from akv.values.pressure import Reads
 from akv.values.requests import Completion, LoadCompleted, Scheduled
 
 #: The reason of a load that akv did not begin.
@@ -46,13 +48,19 @@ class Step(msgspec.Struct, frozen=True):
     parts: Sequence[Part]
 
 
+#: What the loop tells: what ended, and what loads have read by then.
+End: TypeAlias = Completion | PagesLost | Tracked | Reads
+
+
 class LoopSide:
     """The connector as the roles use it. Every method is called on its loop."""
 
-    def __init__(self, kv: Connector, tell: Callable[[Completion | PagesLost | Tracked], None]) -> None:
+    def __init__(self, kv: Connector, tell: Callable[[End], None]) -> None:
         """`tell` is called with what ended."""
         self._kv = kv
         self._tell = tell
+        #: What had been read when that was told last.
+        self._read = Reads()
 
     async def deliver(self) -> None:
         """Pass on whatever ends, for as long as the connector lives."""
@@ -63,6 +71,10 @@ class LoopSide:
                     self._tell(ended)
             except PagesLost as lost:
                 self._tell(lost)
+            reads = self._kv.pressure().reads
+            if reads != self._read:
+                self._read = reads
+                self._tell(reads)
 
     async def look_up(self, tracked: Tracked, local_tokens: int) -> Offer:
         """Ask what the pool holds of a request beyond the local match. Opens the request, where nothing has."""

@@ -16,14 +16,13 @@ from akv.bridge import Bridge, open_bridge
 from akv.engines.vllm.configuration import Configuration
 from akv.engines.vllm.identity import Use
 from akv.engines.vllm.layout import Cache
-from akv.engines.vllm.loop_side import LoopSide
+from akv.engines.vllm.loop_side import End, LoopSide
 from akv.engines.vllm.stats import Counts
 from akv.engines.vllm.tracked import Tracked
-from akv.errors import AkvError, ConnectorBroken, NotOpenError, PagesLost, SettingsError
+from akv.errors import AkvError, ConnectorBroken, NotOpenError, SettingsError
 from akv.ports import Ports
 from akv.values.messages import PagesPerGroup
 from akv.values.offers import Offer
-from akv.values.requests import Completion
 
 Answer = TypeVar("Answer")
 
@@ -41,7 +40,7 @@ def join_session(engine_id: str) -> "Session":
 class Serving:
     """A bridge and what runs on its loop."""
 
-    def __init__(self, bridge: Bridge, tell: Callable[[Completion | PagesLost | Tracked], None]) -> None:
+    def __init__(self, bridge: Bridge, tell: Callable[[End], None]) -> None:
         self.bridge = bridge
         self.loop = LoopSide(bridge.kv, tell)
         #: Ends with the connector alone.
@@ -61,7 +60,7 @@ class Session:
         #: The requests that vLLM has not forgotten, by its id.
         self.requests: dict[str, Tracked] = {}
         #: What ended and was not looked at, oldest first; and whether there is something new, lookups included.
-        self.ends: deque[Completion | PagesLost | Tracked] = deque()
+        self.ends: deque[End] = deque()
         self.arrived = threading.Event()
         #: Blocks that must never be used again, which the scheduler's role takes out of use.
         self.lost_blocks: set[int] = set()
@@ -179,7 +178,7 @@ class Session:
         """Blocks that nobody can give back."""
         self.lost_blocks.update(block for group in pages for block in group)
 
-    def _told(self, ended: Completion | PagesLost | Tracked) -> None:
+    def _told(self, ended: End) -> None:
         """On the loop."""
         self.ends.append(ended)
         self.arrived.set()

@@ -9,6 +9,7 @@ from akv.engines.vllm.session import Session
 from akv.engines.vllm.tracked import Tracked
 from akv.errors import PagesLost
 from akv.values.messages import LoadState, PassPlan
+from akv.values.pressure import Reads
 from akv.values.requests import LoadCompleted, SavesCompleted
 
 #: Seconds that a step which computes nothing waits for something to end. vLLM would come again at once, and its loop would
@@ -31,6 +32,8 @@ class WorkerRole:
         """`windows`: whether the model has any."""
         self._session = session
         self._windows = windows
+        #: What loads had read when it was counted last.
+        self._read = Reads()
 
     def after_forward(self, planned: "Future[PassPlan | None]") -> None:
         """The planned pass is queued on the device. Waits until copies of window pages are queued, and for nothing else."""
@@ -62,6 +65,10 @@ class WorkerRole:
             ended = session.ends.popleft()
             if isinstance(ended, Tracked):
                 self._over(ended, results)
+                continue
+            if isinstance(ended, Reads):
+                session.counts.reads_grew(self._read, ended)
+                self._read = ended
                 continue
             tracked = session.requests.get(ended.request_id)
             match ended:

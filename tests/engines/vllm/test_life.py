@@ -9,9 +9,11 @@ import pytest
 from akv.ports.calls import CallKind
 from akv.values.requests import SavesCompleted
 from akv_testing.ports import tiny_layout
+from akv_testing.segments import FakeHost
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
 from akv_testing.vllm_objects import Status
+from akv_testing.warm_segments import put_into_each
 from akv_testing.window_server import WindowServer
 
 
@@ -279,6 +281,28 @@ def test_blocks_may_be_named_twice_and_nothing_is_loaded_twice(make: Any) -> Non
     engine.run()
     # The stand-in names them for the load, and once more, for no tokens, when the request is computed.
     assert engine.session.counts.take()["loads"] == 1
+
+
+def test_R1_loads_count_pages_and_bytes_by_the_way_they_came(make: Any) -> None:
+    host = FakeHost()
+    # Room for two of the four blocks.
+    segment = host.lend(3 * 16)
+    server = FakeServer(layout=tiny_layout(), segments=host)
+    put_into_each(server, [segment])
+    server.put_in_store(TOKENS)
+    engine = make(server)
+    engine.add("a", TOKENS)
+    engine.run()
+    assert engine.session.counts.take()["staged_pages:not_mapped"] == 2
+    engine.add("b", TOKENS)
+    engine.run()
+    told = engine.session.counts.take()
+    assert {name: count for name, count in told.items() if name.startswith(("direct", "staged"))} == {
+        "direct_pages": 2,
+        "direct_bytes": 2 * 16,
+        "staged_pages:no_replica": 2,
+        "staged_bytes:no_replica": 2 * 16,
+    }
 
 
 def test_a_pass_that_is_planned_and_never_runs_leaves_no_mark(make: Any) -> None:

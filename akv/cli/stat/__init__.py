@@ -1,0 +1,1 @@
+"""`akv stat`: what running connectors of this machine say of themselves."""
