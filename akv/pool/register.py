@@ -49,8 +49,10 @@ class EntryFault(StrEnum):
     SEGMENT_MISSING = "segment_missing"
     SEGMENT_READABLE_BY_OTHERS = "segment_readable_by_others"
     SIZE = "size"
-    #: The owner does not have this file where the entry says, or nobody lets us look.
+    #: The owner does not have this file where the entry says.
     BASE = "base"
+    #: The kernel does not let us look into its owner: another user, group or user namespace, or more capabilities than ours.
+    HIDDEN = "hidden"
 
 
 class SegmentRefused(Exception):
@@ -192,7 +194,8 @@ def open_segment(entry: SegmentEntry) -> int:
         # The last part of a path in /proc is a link of the kernel's own.
         descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if is_memfd else os.O_NOFOLLOW))
     except OSError as error:
-        raise SegmentRefused(_fault_of(error, EntryFault.SEGMENT_MISSING)) from error
+        fault = _fault_of(error, EntryFault.SEGMENT_MISSING)
+        raise SegmentRefused(EntryFault.HIDDEN if is_memfd and fault is EntryFault.FOREIGN else fault) from error
     try:
         _check_segment(entry, os.fstat(descriptor), links=0 if is_memfd else 1)
     except BaseException:
@@ -223,7 +226,7 @@ def _check_segment(entry: SegmentEntry, found: os.stat_result, links: int) -> No
     try:
         bases = mapped_at(entry.owner_pid, found)
     except OSError as error:
-        raise SegmentRefused(EntryFault.BASE) from error
+        raise SegmentRefused(EntryFault.HIDDEN) from error
     if entry.base not in bases:
         raise SegmentRefused(EntryFault.BASE)
 

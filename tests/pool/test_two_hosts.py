@@ -130,6 +130,42 @@ with running_master("--rpc_address=0.0.0.0") as (address, _):
 )
 
 
+#: One process lends, and another one of the same user, which gave its capabilities up, reads the register.
+LESSER = """
+import subprocess, sys
+from pathlib import Path
+from akv.pool.register import open_register, read_register, register_directory
+from akv.pool.segments import LentSegments
+from akv.settings import StoreSettings
+from akv_testing import hosts
+
+if sys.argv[1] == "lend":
+    hosts.settle_in(own_shared_memory=True)
+    lent = LentSegments(StoreSettings(segment_bytes=1 << 20, segment_memory="memfd"))
+    lent.claim()
+    class Client:
+        def mount_segment(self, path, size, *arguments):
+            import mmap, os
+            descriptor = os.open(path, os.O_RDWR)
+            self.kept = mmap.mmap(descriptor, size)
+            return {"ret": 0}
+    client = Client()
+    lent.mount(client)
+    lent.publish("127.0.0.1:1")
+    for flags in (["--inh-caps=-all"], ["--bounding-set=-all", "--inh-caps=-all"]):
+        subprocess.run(["setpriv", *flags, sys.executable, "-c", sys.argv[2], "read"], check=True)
+else:
+    found = read_register(register_directory(StoreSettings()))
+    print(len(found.usable), [entry.fault.value for entry in found.refused])
+"""
+
+
+def test_R3_X5_a_process_that_the_kernel_lets_not_look_into_the_owner_does_not_read_it_and_is_told_why() -> None:
+    done = subprocess.run(host_command(LESSER, "lend", LESSER), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == ["1 []", "0 ['hidden']"]
+
+
 def reads(where: str, own_processes: str) -> dict[str, object]:
     """What a reader on the first host says."""
     command = host_command(READER, HOLDER, where, own_processes)

@@ -71,7 +71,9 @@ _REMEDIES = {
     "segment_missing": "its file is gone or cannot be opened; restart its owner",
     "segment_readable_by_others": "others may open its file; restart its owner",
     "size": "its file has another size; restart its owner",
-    "base": "its owner does not have the file there, or hides its memory from us; restart its owner",
+    "base": "its owner does not have the file there; restart its owner",
+    "hidden": "we may not look into its owner: run both as one user and group, in one user namespace, with the same "
+    "capabilities",
 }
 
 
