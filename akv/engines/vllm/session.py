@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from time import monotonic
 from typing import Any, TypeVar
 
 from akv import observe
@@ -23,6 +24,7 @@ from akv.errors import AkvError, ConnectorBroken, NotOpenError, SettingsError
 from akv.ports import Ports
 from akv.values.messages import PagesPerGroup
 from akv.values.offers import Offer
+from akv.values.requests import LoadCompleted
 
 Answer = TypeVar("Answer")
 
@@ -97,14 +99,25 @@ class Session:
             tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
     def wait(self, limit_s: float) -> None:
-        """Wait until something ended that vLLM has to be told of, or may ask for again; not where nothing is to end."""
-        self.arrived.clear()
-        tracked = self.requests.values()
-        if self.ends or self.serving is None or any(one.later and not _asking(one) for one in tracked):
-            return
-        if any(one.held or one.later or one.receiving for one in tracked):
+        """Wait until all has ended that keeps vLLM from computing, loads and lookups that it was put off with: at most `limit_s`.
+
+        Not only until the first of them: the pass of one request would compete with the loads of the others for the interpreter,
+        and each of them would have a pass of its own. What ended requests leave to be told is waited for where nothing else is.
+        """
+        deadline = monotonic() + limit_s
+        while self.serving is not None:
+            self.arrived.clear()
+            if not self._outstanding() or (left := deadline - monotonic()) <= 0:
+                return
             self.hurry()
-            self.arrived.wait(limit_s)
+            self.arrived.wait(left)
+
+    def _outstanding(self) -> bool:
+        requests, ends = self.requests.values(), list(self.ends)
+        over = {ended.request_id for ended in ends if isinstance(ended, LoadCompleted)}
+        if any((one.receiving and not one.reported and one.id not in over) or (one.later and _asking(one)) for one in requests):
+            return True
+        return not (ends or any(one.later for one in requests)) and any(one.held for one in requests)
 
     def answered(self, _: "Future[Offer]") -> None:
         """On the loop, as a rule: a lookup has ended."""

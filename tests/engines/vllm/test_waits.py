@@ -10,7 +10,7 @@ from akv.engines.vllm import scheduler, worker
 from akv.ports.calls import CallKind
 from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
-from akv_testing.traffic import TOKENS
+from akv_testing.traffic import LONG, TOKENS
 from akv_testing.vllm_objects import Status
 
 #: Seconds after which something that must happen counts as not happening.
@@ -32,6 +32,36 @@ def test_a_step_in_which_a_load_begins_ends_with_the_load_and_with_nothing_befor
     threading.Timer(0.02, engine.call, (gate.release,)).start()
     engine.step()
     assert engine._received == {"a"}
+    engine.run()
+
+
+@pytest.mark.usefixtures("patient")
+def test_requests_that_load_at_once_are_computed_at_once(make: Any) -> None:
+    engine = make(FakeServer.warm(LONG, layout=tiny_layout(), pages=128), blocks=128, grace_s=0.0)
+    for number in range(12):
+        engine.add(f"r{number}", LONG[: 5 + 3 * number])
+    passes = []
+    while engine.requests:
+        order, scheduled = engine.schedule()
+        passes.append(len(scheduled))
+        engine.act_upon(*engine.execute(order, scheduled))
+    # A step that puts the lookups off, one that begins the loads, and two tokens each.
+    assert [count for count in passes if count] == [12, 12]
+    assert passes[:2] == [0, 0]
+
+
+def test_a_load_that_takes_its_time_keeps_no_other_waiting(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "IDLE_WAIT_S", 0.05)
+    engine = make(FakeServer.warm(LONG, layout=tiny_layout()), grace_s=LONG_S)
+    gate = engine.call(engine.server.runner.hold, CallKind.GET)
+    engine.add("slow", LONG)
+    engine.until(lambda: engine.requests["slow"].status is Status.WAITING_FOR_REMOTE_KVS)
+    # Steps with nothing to compute: somebody may come.
+    for _ in range(3):
+        engine.step()
+    engine.add("quick", TOKENS[:3])
+    engine.run("quick")
+    engine.call(gate.release)
     engine.run()
 
 
