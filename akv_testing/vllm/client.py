@@ -23,8 +23,6 @@ _MOONCAKE_FILE = "mooncake.json"
 _VARIABLES = (
     "HF_HUB_OFFLINE=1",
     "VLLM_NO_USAGE_STATS=1",
-    # Scheduler and worker in one process, as on a machine with one GPU; on a CPU the worker would be another one.
-    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
     # As vLLM's workers have it on two cores; threads that wait for each other would make times of what else the machine does.
     "OMP_NUM_THREADS=1",
     # Nothing is compiled: that needs a compiler, and takes seconds in each process.

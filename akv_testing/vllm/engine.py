@@ -2,16 +2,16 @@
 
 import threading
 import time
-from collections import Counter, defaultdict
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, Abort, Answer, Generate, Options, Report, Reset, Settle
+from akv_testing.vllm.ahead import schedule_ahead
+from akv_testing.vllm.answers import Answers, named
+from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, Abort, Generate, Options, Report, Reset, Settle
 from akv_testing.vllm.weights import SEEDED
 
 _CONNECTORS: dict[str, dict[str, Any]] = {
@@ -21,27 +21,43 @@ _CONNECTORS: dict[str, dict[str, Any]] = {
 #: Seconds that vLLM's server rests after a step without a pass, which lets its other threads run.
 _REST_S = 0.001
 #: Seconds after which requests that have not ended count as stuck.
-_STUCK_S = 60.0
+STUCK_S = 60.0
+
+
+def config_of(options: Options) -> Any:
+    """The `VllmConfig` of a server."""
+    arguments = EngineArgs(
+        model=options.model,
+        load_format=SEEDED,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=options.tokens_per_block,
+        max_model_len=2048,
+        max_num_batched_tokens=options.pass_tokens,
+        num_gpu_blocks_override=options.blocks,
+        kv_cache_memory_bytes=1 << 30,
+        seed=0,
+        # Scheduler and worker in one process, as by default on a GPU; by this name vLLM does so on a CPU, too.
+        distributed_executor_backend="vllm.v1.executor.UniProcExecutor",
+        kv_transfer_config=_transfer(options),
+    )
+    config = arguments.create_engine_config()
+    if options.ahead:
+        schedule_ahead(config)
+    return config
+
+
+def sampling(tokens: int) -> SamplingParams:
+    """So many tokens, always the same ones, with their log probabilities."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
 
 
 class Engine:
     """vLLM's engine with its scheduler and its worker in this process and thread."""
 
     def __init__(self, options: Options) -> None:
-        arguments = EngineArgs(
-            model=options.model,
-            load_format=SEEDED,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            block_size=options.tokens_per_block,
-            max_model_len=2048,
-            num_gpu_blocks_override=options.blocks,
-            kv_cache_memory_bytes=1 << 30,
-            seed=0,
-            kv_transfer_config=_transfer(options),
-        )
-        config = arguments.create_engine_config()
+        config = config_of(options)
         self._engine = LLMEngine(config, Executor.get_class(config), log_stats=True, multiprocess_mode=False)
         self._core: Any = self._engine.engine_core.engine_core
         self._step_fn = self._core.step_fn
@@ -49,10 +65,7 @@ class Engine:
         self._numbers = 0
         self._passed = False
         self._steps, self._passes = 0, 0
-        #: By vLLM's id of the request.
-        self._prefills: dict[str, Any] = {}
-        self._preemptions: Counter[str] = Counter()
-        self._counted: defaultdict[str, float] = defaultdict(float)
+        self._answers = Answers()
 
     def generate(self, command: Generate) -> Report:
         """Answer prompts; the time is from the first request's arrival to the last one's end."""
@@ -62,10 +75,10 @@ class Engine:
         ended: dict[str, Any] = {}
         while self._engine.has_unfinished_requests():
             ended.update((output.request_id, output) for output in self._step() if output.finished)
-            if time.perf_counter() > began + _STUCK_S:
-                raise TimeoutError(f"{len(ids) - len(ended)} of {len(ids)} requests have not ended after {_STUCK_S:g} s")
+            if time.perf_counter() > began + STUCK_S:
+                raise TimeoutError(f"{len(ids) - len(ended)} of {len(ids)} requests have not ended after {STUCK_S:g} s")
         seconds = time.perf_counter() - began
-        answers = [self._answer(one, ended[one.partition("-")[0]]) for one in ids]
+        answers = [self._answers.of(ended[named(one)]) for one in ids]
         return self._report(seconds=seconds, cpu_seconds=time.process_time() - cpu_before, answers=answers)
 
     def abort(self, command: Abort) -> Report:
@@ -75,7 +88,7 @@ class Engine:
         request = self._core.scheduler.requests[request_id]
         while request.status.name != "WAITING_FOR_REMOTE_KVS":
             self._step()
-            if request.is_finished() or time.perf_counter() > began + _STUCK_S:
+            if request.is_finished() or time.perf_counter() > began + STUCK_S:
                 raise RuntimeError(f"the request never waited for its pages, it is {request.status.name}")
         status = request.status.name
         self._engine.abort_request([request_id], internal=True)
@@ -100,8 +113,7 @@ class Engine:
 
     def _add(self, prompt: list[int], tokens: int) -> str:
         self._numbers += 1
-        parameters = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-        return str(self._engine.add_request(str(self._numbers), {"prompt_token_ids": prompt}, parameters))
+        return str(self._engine.add_request(str(self._numbers), {"prompt_token_ids": prompt}, sampling(tokens)))
 
     def _step(self) -> list[Any]:
         outputs: list[Any] = self._engine.step()
@@ -114,38 +126,13 @@ class Engine:
     def _watched_step(self) -> Any:
         outputs, self._passed = self._step_fn()
         for of_client in (outputs or {}).values():
-            self._count(of_client.scheduler_stats)
-            for output in of_client.outputs:
-                if output.prefill_stats is not None:
-                    self._prefills[output.request_id] = output.prefill_stats
-                preempted = [event for event in output.events or () if event.type == EngineCoreEventType.PREEMPTED]
-                self._preemptions[output.request_id] += len(preempted)
+            self._answers.see_stats(of_client.scheduler_stats)
+            self._answers.see(of_client.outputs)
         return outputs, self._passed
 
-    def _count(self, stats: Any) -> None:
-        for name, count in ((stats and stats.kv_connector_stats) or {}).items():
-            if isinstance(count, int | float):
-                self._counted[name] += count
-
-    def _answer(self, request_id: str, output: Any) -> Answer:
-        (completion,) = output.outputs
-        prefill = self._prefills.pop(request_id)
-        tokens = list(completion.token_ids)
-        return Answer(
-            tokens=tokens,
-            logprobs=[each[token].logprob for each, token in zip(completion.logprobs, tokens, strict=True)],
-            finish_reason=str(completion.finish_reason),
-            local_tokens=prefill.num_local_cached_tokens,
-            external_tokens=prefill.num_external_cached_tokens,
-            cached_tokens=output.num_cached_tokens,
-            preemptions=self._preemptions.pop(request_id, 0),
-        )
-
     def _report(self, **fields: Any) -> Report:
-        counted = dict(self._counted)
-        self._counted.clear()
         free = self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return Report(steps=self._steps, passes=self._passes, free_blocks=free, counted=counted, **fields)
+        return Report(steps=self._steps, passes=self._passes, free_blocks=free, counted=self._answers.counted(), **fields)
 
 
 def _transfer(options: Options) -> dict[str, Any] | None:

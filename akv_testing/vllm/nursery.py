@@ -18,10 +18,11 @@ from vllm import ModelRegistry
 
 from akv_testing.vllm.engine import Engine
 from akv_testing.vllm.faults import FailingGets
-from akv_testing.vllm.protocol import Abort, Birth, FailGets, Generate, Report, Reset, Settle
+from akv_testing.vllm.protocol import Abort, Birth, FailGets, Generate, Leave, Report, Reset, Settle
+from akv_testing.vllm.service import Service
 
 #: What a server understands.
-AnyCommand: TypeAlias = Generate | Abort | Settle | Reset | FailGets
+AnyCommand: TypeAlias = Generate | Abort | Leave | Settle | Reset | FailGets
 
 
 def main() -> None:
@@ -54,9 +55,9 @@ def _serve(birth: Birth) -> None:
     with Client(birth.address) as connection:
         connection.send_bytes(msgspec.json.encode(os.getpid()))
         gets = FailingGets()
-        engine: Engine | None = None
+        engine: Engine | Service | None = None
         try:
-            engine = Engine(birth.options)
+            engine = Service(birth.options) if birth.options.apart else Engine(birth.options)
             connection.send_bytes(msgspec.json.encode(Report()))
             while True:
                 command = msgspec.json.decode(connection.recv_bytes(), type=AnyCommand)
@@ -72,12 +73,14 @@ def _serve(birth: Birth) -> None:
     sys.exit()
 
 
-def _answer(engine: Engine, gets: FailingGets, command: AnyCommand) -> Report:
+def _answer(engine: Engine | Service, gets: FailingGets, command: AnyCommand) -> Report:
     match command:
         case Generate():
             report = engine.generate(command)
-        case Abort():
+        case Abort() if isinstance(engine, Engine):
             report = engine.abort(command)
+        case Leave() if isinstance(engine, Service):
+            report = engine.leave(command)
         case Settle():
             report = engine.settle(command)
         case Reset():
@@ -85,6 +88,8 @@ def _answer(engine: Engine, gets: FailingGets, command: AnyCommand) -> Report:
         case FailGets():
             gets.on, gets.failed = command.fail, 0
             report = Report()
+        case _:
+            raise TypeError(f"{type(engine).__name__} knows no {type(command).__name__}")
     return msgspec.structs.replace(report, failed_gets=gets.failed)
 
 

@@ -19,6 +19,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     #: Blocks of the KV cache. 61 hold a prompt of 1,921 tokens.
     blocks: int = 1024
     tokens_per_block: int = 32
+    #: Tokens that one pass computes, at most.
+    pass_tokens: int = 2048
+    #: Schedule each step before the one in front of it is sampled, as vLLM does on a GPU.
+    ahead: bool = False
+    #: The engine's core in a process of its own, as `vllm serve` has it; else in the server's, which steps it.
+    apart: bool = False
     #: What `kv_connector_extra_config` says.
     extra: Mapping[str, object] = {}
 
@@ -44,9 +50,20 @@ class Generate(Command, frozen=True, kw_only=True):
 
 
 class Abort(Command, frozen=True, kw_only=True):
-    """Ask a prompt, and abort it as soon as the request waits for its pages."""
+    """Ask a prompt, and abort it as soon as the request waits for its pages. Of a server that steps its engine."""
 
     prompt: list[int]
+
+
+class Leave(Command, frozen=True, kw_only=True):
+    """Ask prompts, all at once; their clients go away one after the other, whether they are answered or not. Of a server whose
+    core is apart.
+    """
+
+    prompts: list[list[int]]
+    tokens: int = 4
+    #: Seconds after which the last one goes.
+    within_s: float
 
 
 class Reset(Command, frozen=True, kw_only=True):

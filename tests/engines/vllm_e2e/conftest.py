@@ -3,9 +3,10 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from random import Random
 
+import msgspec
 import pytest
 
 from akv_testing.master import running_master
@@ -17,6 +18,8 @@ TOKENS_PER_BLOCK = 32
 SEGMENT_BYTES = 256 * 1024**2
 #: By model, blocks of the second server: enough for one long request, too few for two that go on.
 FEW_BLOCKS = {LLAMA: 123, GEMMA3: 130}
+#: As a server is started unless a test says otherwise: asynchronous scheduling is vLLM's default on a GPU.
+STARTED = Options(model="", connector=AKV, blocks=256, ahead=True)
 #: Beside other work a lookup may take longer than a server would wait; what is measured here is not time.
 PATIENT = {"lookup_deadline_s": 20.0, "load_deadline_s": 30.0}
 
@@ -28,18 +31,24 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def open_server(nursery: Nursery) -> Iterator[Callable[..., Server]]:
-    """Start a server that stays until the last test: `open_server(model, address, segment_bytes=..., **settings)`."""
+def serve(nursery: Nursery) -> Callable[..., AbstractContextManager[Server]]:
+    """A server for the length of a block: `serve(model, address, segment_bytes=..., **settings)`, else as `like` says."""
+
+    def one(
+        model: str, address: str, *, segment_bytes: int = SEGMENT_BYTES, like: Options = STARTED, **settings: object
+    ) -> AbstractContextManager[Server]:
+        extra = {"model_key": f"tiny-{model}", "staging_buffer_bytes": 64 * 1024**2} | settings
+        options = msgspec.structs.replace(like, model=str(write_model(model, nursery.folder)), extra=extra)
+        return nursery.server(options, mooncake_file(address, segment_bytes))
+
+    return one
+
+
+@pytest.fixture(scope="session")
+def open_server(serve: Callable[..., AbstractContextManager[Server]]) -> Iterator[Callable[..., Server]]:
+    """As `serve`, of servers that stay until the last test."""
     with ExitStack() as stack:
-
-        def opened(
-            model: str, address: str, *, segment_bytes: int = SEGMENT_BYTES, blocks: int = 256, **settings: object
-        ) -> Server:
-            extra = {"model_key": f"tiny-{model}", "staging_buffer_bytes": 64 * 1024**2} | settings
-            options = Options(model=str(write_model(model, nursery.folder)), connector=AKV, blocks=blocks, extra=extra)
-            return stack.enter_context(nursery.server(options, mooncake_file(address, segment_bytes)))
-
-        yield opened
+        yield lambda *arguments, **settings: stack.enter_context(serve(*arguments, **settings))
 
 
 @pytest.fixture(scope="session")
@@ -54,14 +63,25 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
-def first(model: str, master: str, open_server: Callable[..., Server]) -> Server:
-    return open_server(model, master, **PATIENT)
+@pytest.fixture(scope="session", params=[True, False], ids=["ahead", "in step"])
+def ahead(request: pytest.FixtureRequest) -> bool:
+    """Whether vLLM schedules asynchronously: its default on a GPU."""
+    return bool(request.param)
 
 
 @pytest.fixture(scope="session")
-def second(model: str, master: str, open_server: Callable[..., Server]) -> Server:
-    return open_server(model, master, blocks=FEW_BLOCKS[model], **PATIENT)
+def few_blocks(model: str) -> int:
+    return FEW_BLOCKS[model]
+
+
+@pytest.fixture(scope="session")
+def first(model: str, ahead: bool, master: str, open_server: Callable[..., Server]) -> Server:
+    return open_server(model, master, like=Options(model="", connector=AKV, blocks=256, ahead=ahead), **PATIENT)
+
+
+@pytest.fixture(scope="session")
+def second(model: str, ahead: bool, few_blocks: int, master: str, open_server: Callable[..., Server]) -> Server:
+    return open_server(model, master, like=Options(model="", connector=AKV, blocks=few_blocks, ahead=ahead), **PATIENT)
 
 
 @pytest.fixture

@@ -33,6 +33,13 @@ def own_master() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
+def own_pool() -> Iterator[str]:
+    """A pool in which nobody was killed: puts to a dead holder's memory are refused for some seconds."""
+    with running_master() as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
 def server(own_master: tuple[str, int], open_server: Callable[..., Server]) -> Server:
     """A server that lends no memory itself: its pages are with whoever does."""
     address, _ = own_master
@@ -73,6 +80,24 @@ def test_D2_a_request_whose_gets_all_fail_is_computed_and_asked_for_no_more(
     assert ask(server, prompt("third")).failed_gets == report.failed_gets
     server.ask(FailGets(fail=False))
     assert ask(server, other).answers[0].external_tokens == REUSED
+
+
+def test_D3_S12_what_is_computed_after_loads_that_failed_is_saved_all_the_same(
+    open_server: Callable[..., Server], prompt: Callable[..., list[int]], own_pool: str
+) -> None:
+    # Its gets go through the client, where they can be made to fail, though the pages are its own.
+    server = open_server(LLAMA, own_pool, load_deadline_s=LOAD_DEADLINE_S, read_path="staged")
+    root = prompt("root")[:961]
+    # Both are offered the same pages. What the first one computes is a local match of the second one's then.
+    asked = [root, [*root[:960], *prompt("rest")[:200]]]
+    for one in asked:
+        stored(server, one)
+    server.ask(FailGets(fail=True))
+    report = server.ask(Generate(prompts=asked, tokens=40))
+    server.ask(Settle())
+    assert report.counted["failed_loads"] >= 1
+    # Else everything behind the failed load goes without being saved.
+    assert "akv.engine.pass_unsaved" not in server.logged()
 
 
 def test_D3_a_request_whose_pages_died_with_their_holder_is_computed(
