@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from akv.device.spans import Placed, Span, spans_of
+from akv.device.strips import Strip, strips_of, usable
 from akv.device.words import WIDEST, WORDS
 from akv.errors import SettingsError
 from akv.values.layout import LayerGroup, Layout, Region
@@ -32,6 +33,8 @@ class GroupCache(NamedTuple):
     bytes_per_page: int
     #: On CUDA the regions as kernels go over them; none on a CPU.
     spans: tuple[Span, ...] = ()
+    #: On CUDA the regions as copy engines go over them; none where kernels are better.
+    strips: tuple[Strip, ...] = ()
 
 
 def take_caches(layout: Layout, caches: Sequence[Sequence[Any]]) -> tuple[tuple[GroupCache, ...], torch.device]:
@@ -83,16 +86,27 @@ def _take_group(field: str, group: LayerGroup, tensors: Sequence[Any], first: to
         regions.append(_rows(tensor, region.bytes_per_page, start, group.bytes_per_page))
         start += region.bytes_per_page
     taken = GroupCache(tuple(regions), tensors[0].shape[0], group.bytes_per_page)
-    return taken if first.device.type == "cpu" else taken._replace(spans=spans_of_group(taken))
+    if first.device.type == "cpu":
+        return taken
+    return taken._replace(
+        spans=spans_of(placed_regions(taken), taken.bytes_per_page, first.device),
+        strips=usable(strips_of(placed_regions(taken)), taken.page_count, first.device),
+    )
 
 
-def spans_of_group(group: GroupCache) -> tuple[Span, ...]:
-    """The regions of a group as rows of as few tensors as their sizes allow."""
-    placed = [
-        Placed(region.rows.data_ptr(), region.rows.stride(0) * region.word, group.page_count, region.start, region.stop)
+def placed_regions(group: GroupCache) -> list[Placed]:
+    """Where the regions of a group lie, by address."""
+    return [
+        Placed(
+            begin=region.rows.data_ptr(),
+            pitch=region.rows.stride(0) * region.word,
+            pages=group.page_count,
+            start=region.start,
+            stop=region.stop,
+            memory=region.rows.untyped_storage().data_ptr(),
+        )
         for region in group.regions
     ]
-    return spans_of(placed, group.bytes_per_page, group.regions[0].rows.device)
 
 
 def _check_tensor(name: str, region: Region, tensor: Any, first: Any) -> None:

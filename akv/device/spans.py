@@ -30,6 +30,8 @@ class Placed(NamedTuple):
     #: Bytes of a page, [start, stop) of a stored one.
     start: int
     stop: int
+    #: Address of the allocation that it is a part of.
+    memory: int = 0
 
 
 class Span(NamedTuple):

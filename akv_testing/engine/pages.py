@@ -119,7 +119,8 @@ def _allocate(config: EngineConfig, group: AttentionGroup, pages: int) -> tuple[
     if config.contiguous_pages:
         whole = torch.zeros((pages, regions, *shape), dtype=dtype, device=config.device)
         return tuple(whole[:, region] for region in range(regions))
-    return tuple(torch.zeros((pages, *shape), dtype=dtype, device=config.device) for _ in range(regions))
+    # In one piece: pages of layers that lie evenly apart move to and from a GPU without a kernel.
+    return tuple(torch.zeros((regions, pages, *shape), dtype=dtype, device=config.device).unbind(0))
 
 
 def _digest(parts: list[Tensor]) -> bytes:

@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -185,31 +184,6 @@ def test_caches_on_two_devices_are_refused(layout_for: LayoutFor) -> None:
     caches = [[torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 64, dtype=torch.uint8, device="cuda")]]
     with pytest.raises(SettingsError, match="is on cpu"):
         open_torch_device(layout_for([[64, 64]]), caches)
-
-
-def test_pinned_memory_moves_at_the_speed_of_a_bulk_copy(layout_for: LayoutFor) -> None:
-    regions, pages, size = 16, 256, 64 << 10
-    caches = [torch.randint(0, 255, (pages, size), dtype=torch.uint8, device="cuda") for _ in range(regions)]
-    copier = open_torch_device(layout_for([[size] * regions]), [caches])
-    stream, page = copier.open_stream("s"), regions * size
-    buffer = copier.host_buffer(pages * page)
-    order = np.random.default_rng(5).permutation(pages).tolist()
-    offsets = [page * index for index in range(pages)]
-    bulk = torch.empty(pages * page, dtype=torch.uint8, device="cuda")
-
-    def seconds(work: Callable[[], object]) -> float:
-        best = 1e9
-        for _ in range(4):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            work()
-            torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    plain = seconds(lambda: buffer.tensor.copy_(bulk, non_blocking=True))
-    gather = seconds(lambda: copier.gather(stream, 0, order, buffer, offsets, copier.record()))
-    assert gather < 2 * plain
 
 
 def test_under_deterministic_algorithms_a_load_writes_its_pages_and_copies_no_cache(layout_for: LayoutFor) -> None:

@@ -87,8 +87,10 @@ def wait(event: PassEvent) -> None:
 class Cache:
     """Pages of equal regions, and a copier of them."""
 
-    def __init__(self, layout_for: LayoutFor, regions: int, region_bytes: int, pages: int) -> None:
-        self.regions = [torch.zeros(pages, region_bytes, dtype=torch.uint8, device="cuda") for _ in range(regions)]
+    def __init__(self, layout_for: LayoutFor, regions: int, region_bytes: int, pages: int, *, evenly: bool = False) -> None:
+        """`evenly`: the regions lie evenly apart, in one piece of memory."""
+        whole = torch.zeros(regions, pages, region_bytes, dtype=torch.uint8, device="cuda")
+        self.regions = list(whole.unbind(0) if evenly else (whole[region].clone() for region in reversed(range(regions))))
         self.page_bytes = regions * region_bytes
         self.copier: TorchCopier = open_torch_device(layout_for([[region_bytes] * regions]), [self.regions])
 
@@ -96,23 +98,25 @@ class Cache:
         return np.concatenate([region[index].cpu().numpy() for region in self.regions])
 
 
+@pytest.mark.parametrize(("region_bytes", "count"), [(8 << 10, 150), (32 << 10, 40)], ids=["kernels", "copy engines"])
 def test_R1_R3_pages_of_another_process_arrive_in_scattered_pages_and_its_memory_stays(
-    layout_for: LayoutFor, tmp_path: Path
+    region_bytes: int, count: int, layout_for: LayoutFor, tmp_path: Path
 ) -> None:
-    cache = Cache(layout_for, 48, 8 << 10, 300)
-    size = 160 * cache.page_bytes
+    cache = Cache(layout_for, 48, region_bytes, 2 * count, evenly=True)
+    assert bool(cache.copier._groups[0].strips) == (region_bytes >= 32 << 10)
+    size = (count + 10) * cache.page_bytes
     with lending(tmp_path, size) as (file, process):
         memory = cache.copier.map_segment(file)
         assert memory.view().readonly
         generator = np.random.default_rng(1)
-        pages = generator.permutation(300)[:150].tolist()
+        pages = generator.permutation(2 * count)[:count].tolist()
         # Values lie anywhere: a few bytes apart, and in no order.
-        offsets = (generator.permutation(150) * (cache.page_bytes + 64)).tolist()
+        offsets = (generator.permutation(count) * (cache.page_bytes + 64)).tolist()
         stream = cache.copier.open_stream("load")
         wait(cache.copier.scatter(stream, 0, pages, memory, offsets, cache.copier.record()))
         for page, offset in zip(pages, offsets, strict=True):
             assert (cache.page(page) == lent_bytes(offset, cache.page_bytes)).all()
-        assert not any(cache.page(page).any() for page in sorted(set(range(300)) - set(pages))[:20])
+        assert not any(cache.page(page).any() for page in sorted(set(range(2 * count)) - set(pages))[:20])
         assert (np.frombuffer(memory.view(), dtype=np.uint8) == lent_bytes(0, size)).all(), "nothing is written into it"
         # Its owner is gone, the memory is not: a copy that runs meanwhile reads what lay there, and ends.
         process.kill()
@@ -139,12 +143,13 @@ def test_R3_values_that_begin_at_no_multiple_of_a_wide_word_arrive_too(
 SHAPES = [pytest.param(64, 32 << 10, id="64 x 32 KiB"), pytest.param(48, 128 << 10, id="48 x 128 KiB")]
 
 
+@pytest.mark.parametrize("evenly", [True, False], ids=["evenly apart", "anyhow"])
 @pytest.mark.parametrize(("regions", "region_bytes"), SHAPES)
 def test_pages_move_at_the_speed_of_a_plain_pinned_copy(
-    regions: int, region_bytes: int, layout_for: LayoutFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    regions: int, region_bytes: int, evenly: bool, layout_for: LayoutFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages = (768 << 20) // (regions * region_bytes)
-    cache = Cache(layout_for, regions, region_bytes, 2 * pages)
+    cache = Cache(layout_for, regions, region_bytes, 2 * pages, evenly=evenly)
     copier, nbytes = cache.copier, pages * cache.page_bytes
     stream, slots = copier.open_stream("s"), copier.host_buffer(nbytes)
     generator = np.random.default_rng(2)
@@ -183,7 +188,8 @@ def test_pages_move_at_the_speed_of_a_plain_pinned_copy(
         for name in ways
     }
     with capsys.disabled():
-        sys.stdout.write(f"\n    pages of {regions} x {region_bytes >> 10} KiB, {nbytes >> 20} MiB:")
+        lie = "evenly apart" if evenly else "anyhow"
+        sys.stdout.write(f"\n    pages of {regions} x {region_bytes >> 10} KiB, {nbytes >> 20} MiB, layers lie {lie}:")
         for name, (took, issued) in best.items():
             share = plain[name][0] / took
             sys.stdout.write(

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from akv.device.caches import GroupCache, spans_of_group, take_caches
+from akv.device.caches import GroupCache, placed_regions, take_caches
 from akv.device.moves import in_slot_order, indices, move_directly
+from akv.device.spans import spans_of
 from akv.values.layout import LayerGroup, Layout, Region
 
 #: Bytes of a region's page, and bytes between two of its pages.
@@ -27,7 +28,7 @@ def group_of(
     layout = Layout(tokens_per_block=1, groups=(LayerGroup(layers=(0,), dtype="u", kv_heads=1, head_size=1, regions=named),))
     groups, _ = take_caches(layout, [[whole[:, :size] for whole, size in zip(memory, sizes, strict=True)]])
     assert groups[0].spans == (), "a CPU copies small pieces"
-    return groups[0]._replace(spans=spans_of_group(groups[0])), memory
+    return groups[0]._replace(spans=spans_of(placed_regions(groups[0]), sum(sizes), torch.device("cpu"))), memory
 
 
 @st.composite
@@ -88,6 +89,6 @@ def test_regions_that_alternate_in_one_tensor_share_rows() -> None:
     named = tuple(Region(name=name, bytes_per_page=32) for name in "kv")
     layout = Layout(tokens_per_block=1, groups=(LayerGroup(layers=(0,), dtype="u", kv_heads=1, head_size=1, regions=named),))
     groups, _ = take_caches(layout, [[whole[:, 0], whole[:, 1]]])
-    (span,) = spans_of_group(groups[0])
+    (span,) = spans_of(placed_regions(groups[0]), 64, torch.device("cpu"))
     assert (span.rows.shape, span.rows.stride(), span.rows.data_ptr()) == ((10, 2), (2, 1), whole.data_ptr())
     assert (span.begins.tolist(), span.pitches.tolist()) == ([0, 1], [2, 2])
