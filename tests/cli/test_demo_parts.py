@@ -20,6 +20,7 @@ from akv_testing.engine.text import conversation
 GOOD = Figures(
     layout="full",
     backend="trio",
+    device="cpu",
     requests=9,
     prompt_tokens=1000,
     reusable_tokens=960,

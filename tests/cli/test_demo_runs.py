@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from akv.cli.demo import command
@@ -17,6 +18,8 @@ from akv.cli.main import build_app
 from akv_testing.engine import layout_of
 
 pytestmark = pytest.mark.mooncake
+
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
 
 #: The fixture `swap_two_stored_pages`, which conftest.py describes.
 Swap = Callable[..., Awaitable[None]]
@@ -56,12 +59,13 @@ def test_Q1_a_planted_fault_is_found_and_exits_with_1(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.timeout(180)
-def test_Q1_windows_give_the_bits_of_local_reuse_at_every_end_that_a_lookup_finds() -> None:
-    options = ["demo", "--json", "--layout", "sliding", "--conversations", "2", "--turns", "2"]
+@pytest.mark.parametrize("device", DEVICES)
+def test_Q1_windows_give_the_bits_of_local_reuse_at_every_end_that_a_lookup_finds(device: str) -> None:
+    options = ["demo", "--json", "--device", device, "--layout", "sliding", "--conversations", "2", "--turns", "2"]
     done = subprocess.run([sys.executable, "-m", "akv.cli.main", *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert figures["layout"] == "sliding"
+    assert (figures["layout"], figures["device"]) == ("sliding", device)
     # Each conversation: two prompts again, and three that leave it (W7).
     assert figures["outcomes"] == {"full": 4, "window_miss": 2, "rewound": 2, "recovered": 2}
     assert figures["requests"] == 10

@@ -108,6 +108,7 @@ def test_scales_and_speeds_that_cannot_be_are_refused(scale: int, speed: float) 
         (["--trace", str(CUT), "--turns", "2"], "--turns"),
         (["--trace", str(CUT), "--conversations", "3"], "--conversations"),
         (["--trace", str(CUT), "--layout", "sliding"], "--layout"),
+        (["--trace", str(CUT), "--device", "cuda"], "--device"),
         (["--trace", str(CUT), "--requests", "0"], "--requests"),
     ],
 )

@@ -32,7 +32,7 @@ class Backend(StrEnum):
 #: end at each place of one.
 _DEFAULTS = {False: (3, 3), True: (8, 4)}
 #: Options that only one of the two demos has.
-_OF_CONVERSATIONS = ("layout", "conversations", "turns")
+_OF_CONVERSATIONS = ("layout", "conversations", "turns", "device")
 _OF_TRACES = ("requests", "scale", "speed")
 
 
@@ -55,6 +55,7 @@ def add_demo(app: typer.Typer) -> None:
             int | None,
             typer.Option(min=1, max=8, help="Turns of each; a prompt holds all turns before it. Default: 3; with windows: 4."),
         ] = None,
+        device: Annotated[str, typer.Option(help="Where both processes compute, for torch: cpu, or cuda for a GPU.")] = "cpu",
         trace: Annotated[
             Path | None, typer.Option(help="Replay this trace, in Mooncake's format, and not conversations.")
         ] = None,
@@ -80,7 +81,9 @@ def add_demo(app: typer.Typer) -> None:
         with _progress() as progress:
             if replayed is None:
                 most, deepest = _DEFAULTS[layout.has_windows]
-                run = partial(run_demo, layout=layout, conversations=conversations or most, turns=turns or deepest)
+                run = partial(
+                    run_demo, layout=layout, conversations=conversations or most, turns=turns or deepest, device=device
+                )
                 figures = anyio.run(partial(run, backend=backend.value, progress=progress), backend=backend.value)
             else:
                 replay = partial(run_trace, trace=replayed)

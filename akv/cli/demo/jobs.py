@@ -57,6 +57,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     layout: DemoLayout = DemoLayout.FULL
     conversations: int = 0
     turns: int = 0
+    #: Where both processes compute and have their pages, for torch.
+    device: str = "cpu"
     #: What process A answered, for process B: conversations, each a list of its turns.
     answered: tuple[tuple[Turn, ...], ...] = ()
     #: Instead of conversations.
@@ -78,6 +80,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: str
     backend: str
+    device: str
     #: Requests that B served, and the sum of their prompts' tokens.
     requests: int
     prompt_tokens: int

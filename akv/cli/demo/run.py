@@ -28,6 +28,7 @@ async def run_demo(
     conversations: int,
     turns: int,
     progress: Progress,
+    device: str = "cpu",
     after_saving: AfterSaving | None = None,
 ) -> Figures:
     """Run all of it and return process B's figures.
@@ -44,6 +45,7 @@ async def run_demo(
         layout=layout,
         conversations=conversations,
         turns=turns,
+        device=device,
     )
     return await _run(
         job,

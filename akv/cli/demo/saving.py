@@ -12,7 +12,7 @@ from akv_testing.engine.text import conversation
 
 async def save(job: Job, progress: Progress) -> tuple[tuple[Turn, ...], ...]:
     """Answer everything; every save has ended when it returns."""
-    config = engine_config(job.layout)
+    config = engine_config(job.layout, job.device)
     pages = Pages(config)
     its_settings = settings(job.master_address, config.model.key)
     async with (

@@ -110,7 +110,7 @@ class Comparison:
 
 async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     """Serve what process A answered. `moved` must be among structlog's processors."""
-    config = engine_config(job.layout)
+    config = engine_config(job.layout, job.device)
     model = Model(config.model, config.device)
     pages = Pages(config)
     comparison = Comparison(config.groups)
@@ -129,6 +129,7 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     return Figures(
         layout=job.layout,
         backend=job.backend,
+        device=job.device,
         requests=len(comparison.cold),
         prompt_tokens=comparison.prompt_tokens,
         reusable_tokens=comparison.reusable_tokens,

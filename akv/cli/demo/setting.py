@@ -55,7 +55,7 @@ TRACE_MAX_TOKENS = 16 * 1024
 TRACE_KV_BYTES_PER_TOKEN = 1024
 
 
-def engine_config(layout: DemoLayout) -> "EngineConfig":
+def engine_config(layout: DemoLayout, device: str = "cpu") -> "EngineConfig":
     """The reference engine's model and cache; one thread, so that bits do not depend on the number of cores."""
     from akv_testing.engine import (  # noqa: PLC0415 - loads torch
         DEMO,
@@ -78,6 +78,7 @@ def engine_config(layout: DemoLayout) -> "EngineConfig":
         window_retention_tokens=REWIND_TOKENS if layout.has_windows else 0,
         contiguous_pages=layout.has_windows,
         draft_tokens=DRAFT_TOKENS if layout.has_drafter else 0,
+        device=device,
     )
 
 
