@@ -21,6 +21,9 @@ from akv_testing.store import FakeStore
 
 pytestmark = pytest.mark.anyio
 
+#: On CUDA what decodes is captured, and windows are the flash kernel's.
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
+
 
 def exactly(model: ModelConfig) -> ModelConfig:
     """The same in float32, in which rounding hides nothing."""
@@ -39,11 +42,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [(7 * at + 31 * seed) % 509 for at in range(length)]
 
 
-async def ask(config: EngineConfig, prompts: list[list[int]], tokens: int) -> list[Result]:
+async def ask(config: EngineConfig, model: LargeModel, prompts: list[list[int]], tokens: int) -> list[Result]:
     """Ask all at once."""
     pages = open_pages(config)
     answers: dict[int, Result] = {}
-    async with open_engine(config, pages=pages, computer=LargeComputer(config, LargeModel(config.model), pages)) as engine:
+    async with open_engine(config, pages=pages, computer=LargeComputer(config, model, pages)) as engine:
 
         async def one(at: int) -> None:
             answers[at] = await engine.generate(f"r{at}", prompts[at], max_new_tokens=tokens, keep_logits=True)
@@ -54,35 +57,50 @@ async def ask(config: EngineConfig, prompts: list[list[int]], tokens: int) -> li
     return [answers[at] for at in range(len(prompts))]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [SMALL, SMALL_WINDOWS], ids=["full attention", "windows"])
-async def test_prompts_in_chunks_and_tokens_decoded_together_are_those_of_the_plain_transformer(shape: ModelConfig) -> None:
-    model = LargeModel(exactly(shape))
+async def test_prompts_in_chunks_and_tokens_decoded_together_are_those_of_the_plain_transformer(
+    shape: ModelConfig, device: str
+) -> None:
+    model = LargeModel(exactly(shape), device)
     prompts = [prompt(150), prompt(65, 1), prompt(3, 2)]
-    answers = await ask(config_of(exactly(shape)), prompts, 6)
+    answers = await ask(config_of(exactly(shape), device=device), model, prompts, 6)
     for tokens, answer in zip(prompts, answers, strict=True):
         expected = _plain_logits(model, [*tokens, *answer.tokens[:-1]])[len(tokens) - 1 :]
         assert answer.logits is not None
-        torch.testing.assert_close(answer.logits, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(answer.logits, expected.cpu(), atol=2e-5, rtol=1e-4)
         assert len(answer.token_times) == 6
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [SMALL, SMALL_WINDOWS], ids=["full attention", "windows"])
-async def test_Q1_a_hit_from_the_pool_equals_local_reuse_bit_for_bit(shape: ModelConfig) -> None:
-    config = config_of(shape, window_retention_tokens=32)
-    model, store = LargeModel(shape), FakeStore(anyio.current_time)
+async def test_in_bfloat16_all_is_as_in_float32_but_for_rounding(shape: ModelConfig, device: str) -> None:
+    model = LargeModel(shape, device)
+    (answer,) = await ask(config_of(shape, device=device), model, [prompt(150)], 6)
+    expected = _plain_logits(model, [*prompt(150), *answer.tokens[:-1]])[149:]
+    assert answer.logits is not None
+    torch.testing.assert_close(answer.logits, expected.cpu(), atol=0.2, rtol=0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [SMALL, SMALL_WINDOWS], ids=["full attention", "windows"])
+async def test_Q1_a_hit_from_the_pool_equals_local_reuse_bit_for_bit(shape: ModelConfig, device: str) -> None:
+    config = config_of(shape, window_retention_tokens=32, device=device)
+    model, store = LargeModel(shape, device), FakeStore(anyio.current_time)
     asked: dict[str, Any] = {"max_new_tokens": 4, "keep_logits": True}
     results = []
     for reads in (False, True):
         pages = open_pages(config)
+        computer = LargeComputer(config, model, pages)
         ports = Ports(
             pool=FakePool(store),
-            device=open_torch_device(pages.layout, pages.caches),
+            device=open_torch_device(pages.layout, pages.caches, computer.stream),
             runner=FakeRunner(now=anyio.current_time),
         )
         settings = {"model_key": model.key, "pool": "embedded", "staging_buffer_bytes": "1MiB", "load_deadline_s": 100.0}
         async with (
             open_connector(settings, pages.layout, pages.caches, capabilities=capabilities_of(config), ports=ports) as kv,
-            open_engine(config, pages=pages, kv=kv, computer=LargeComputer(config, model, pages)) as engine,
+            open_engine(config, pages=pages, kv=kv, computer=computer) as engine,
         ):
             if not reads:
                 await engine.generate("computes", prompt(150), max_new_tokens=1)
@@ -148,7 +166,7 @@ def _plain_logits(model: LargeModel, tokens: list[int]) -> Tensor:
     config = model.config
     length, half = len(tokens), config.head_size // 2
     turn = torch.outer(torch.arange(length).double(), 500_000.0 ** (-torch.arange(half).double() / half))
-    turn = torch.polar(torch.ones_like(turn), turn)
+    turn = torch.polar(torch.ones_like(turn), turn).to(model.device)
     windows = {number: group.window_tokens for group in config.groups for number in group.layers}
 
     def norm(v: Tensor) -> Tensor:
@@ -158,10 +176,10 @@ def _plain_logits(model: LargeModel, tokens: list[int]) -> Tensor:
         turned = torch.complex(v[..., :half].double(), v[..., half:].double()) * turn[:, None]
         return torch.cat((turned.real, turned.imag), -1).float()
 
-    x = model._embedding[torch.tensor(tokens)]
-    ahead = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    x = model.embed(torch.tensor(tokens, device=model.device)).float()
+    ahead = (torch.arange(length).unsqueeze(1) - torch.arange(length)).to(model.device)
     for number, layer in enumerate(model.layers):
-        qkv = (norm(x) @ layer._query_key_value).view(length, -1, config.head_size)
+        qkv = (norm(x) @ layer._query_key_value.float()).view(length, -1, config.head_size)
         q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
         hidden = (ahead < 0) | ((ahead >= windows[number]) & (windows[number] > 0))
         outputs = []
@@ -169,7 +187,7 @@ def _plain_logits(model: LargeModel, tokens: list[int]) -> Tensor:
             shared = head // (config.heads // config.kv_heads)
             scores = rotated(q)[:, head] @ rotated(k)[:, shared].T / config.head_size**0.5
             outputs.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, shared])
-        x = x + torch.cat(outputs, -1) @ layer._attention_out
-        gate, up = (norm(x) @ layer._gate_up).chunk(2, -1)
-        x = x + (gate * gate.sigmoid() * up) @ layer._down
-    return norm(x) @ model._unembedding
+        x = x + torch.cat(outputs, -1) @ layer._attention_out.float()
+        gate, up = (norm(x) @ layer._gate_up.float()).chunk(2, -1)
+        x = x + (gate * gate.sigmoid() * up) @ layer._down.float()
+    return norm(x) @ model._unembedding.float()

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from akv.cli.bench.engine.command import add_engine
 from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
 from akv.cli.bench.snapshot.command import add_snapshot
@@ -84,6 +85,7 @@ def add_bench(app: typer.Typer) -> None:
             _show_soak(figures)
         raise typer.Exit(code=1 if figures.failures else 0)
 
+    add_engine(bench)
     add_snapshot(bench)
     add_vllm(bench)
 

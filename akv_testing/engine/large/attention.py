@@ -9,6 +9,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 #: Tokens whose values are weighed in one product. A product over a whole context would be eight blocks on a device of many.
 _SPLIT_TOKENS = 1024
+#: What the flash kernel computes with.
+_FLASH_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, window_tokens: int) -> Tensor:
@@ -19,9 +21,9 @@ def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, window_tokens: int) ->
     """
     count, length = q.shape[0], keys.shape[1]
     if window_tokens and length > window_tokens:
-        if q.is_cuda:
+        if q.is_cuda and q.dtype in _FLASH_DTYPES:
             return _windowed_flash(q, keys, values, window_tokens).reshape(count, -1)
-        mask = _window_mask(count, length, window_tokens)
+        mask = _window_mask(count, length, window_tokens, q.device)
     else:
         # The last query sees all; SDPA's own `is_causal` would line up the first one with the first key.
         mask = causal_lower_right(count, length)
@@ -49,9 +51,9 @@ def _windowed_flash(q: Tensor, keys: Tensor, values: Tensor, window_tokens: int)
 
 
 @lru_cache(maxsize=4)
-def _window_mask(count: int, length: int, window_tokens: int) -> Tensor:
-    rows = torch.arange(length - count, length).unsqueeze(1)
-    columns = torch.arange(length)
+def _window_mask(count: int, length: int, window_tokens: int, device: torch.device) -> Tensor:
+    rows = torch.arange(length - count, length, device=device).unsqueeze(1)
+    columns = torch.arange(length, device=device)
     return (columns <= rows) & (columns > rows - window_tokens)
 
 

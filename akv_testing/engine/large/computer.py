@@ -29,14 +29,16 @@ def open_pages(config: EngineConfig) -> Pages:
 class LargeComputer:
     """What `open_engine(computer=)` takes. Several may share a model, each with pages of its own."""
 
-    def __init__(
-        self, config: EngineConfig, model: LargeModel, pages: Pages, stream: "torch.cuda.Stream | None" = None
-    ) -> None:
-        """`pages`: of `open_pages()`. `stream`: what CUDA's kernels run on, which the connector must be told, too."""
-        self._model, self._pages, self._stream = model, pages, stream
+    def __init__(self, config: EngineConfig, model: LargeModel, pages: Pages) -> None:
+        """`pages`: of `open_pages()`."""
+        self._model, self._pages = model, pages
+        #: What CUDA's kernels run on, for `open_connector(stream=)`. Not the default one: no graph is captured there.
+        self.stream: torch.cuda.Stream | None = None
+        if model.device.type == "cuda":
+            self.stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._groups, self._size = config.groups, config.tokens_per_block
         self._slices: dict[Shape, Slice] = {}
-        self._memory = None if stream is None else torch.cuda.graph_pool_handle()
+        self._memory = None if self.stream is None else torch.cuda.graph_pool_handle()
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         """As `Computer` says. Waits for the device where a token is sampled."""
@@ -66,7 +68,7 @@ class LargeComputer:
             self._slices[shape] = Slice(self._model, self._pages, self._groups, shape, self._size)
         batch = self._slices[shape]
         batch.fill(chunks)
-        batch.run(self._stream, self._memory)
+        batch.run(self.stream, self._memory)
         # Copies: another batch of this pass may have the same memory.
         tokens = batch.tokens.clone()
         logits = batch.logits.clone() if any(chunk.keep_logits for chunk in chunks) else batch.logits
@@ -105,12 +107,12 @@ class LargeComputer:
             for at, token in zip(wanted, torch.stack([sampled[at][0] for at in wanted]).tolist(), strict=True):
                 kept = sampled[at][1].float().unsqueeze(0).cpu() if chunks[at].keep_logits else None
                 answers[at] = Sampled((int(token),), kept, rejected=0, guess=None)
-        elif self._slices and self._stream is not None:
-            self._stream.synchronize()  # what was decoded for nobody: its buffers are filled anew by the next pass
+        elif self._slices and self.stream is not None:
+            self.stream.synchronize()  # what was decoded for nobody: its buffers are filled anew by the next pass
         return answers
 
     def _entered(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 def _together(places: Sequence[int], chunks: Sequence[Chunk]) -> list[list[int]]:

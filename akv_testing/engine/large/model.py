@@ -38,6 +38,10 @@ class LargeModel:
         """A `model_key` for akv: the weights follow from the configuration, and from the kind of device that draws them."""
         return f"large-{self.config.key}-{self.device.type}"
 
+    def device_name(self) -> str:
+        """For people."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
     def ones(self, size: int) -> Tensor:
         """The weights of a norm."""
         return torch.ones(size, dtype=self.dtype, device=self.device)

@@ -22,9 +22,10 @@ _ASK_AGAIN_S = 0.01
 class Victim:
     """A process that can be frozen or killed, and be there again. Made by `open_victim()`."""
 
-    def __init__(self, command: list[str], ready: Callable[[Process], Awaitable[int]]) -> None:
-        """`ready` waits until what was started works, and returns the id of the process to halt."""
+    def __init__(self, command: list[str], ready: Callable[[Process], Awaitable[int]], deadline_s: float) -> None:
+        """`ready` waits until what was started works, `deadline_s` at most, and returns the id of the process to halt."""
         self._command = command
+        self._deadline_s = deadline_s
         self._ready = ready
         self._process: Process | None = None
         self._pid = 0
@@ -36,10 +37,10 @@ class Victim:
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._killed = False
-        with anyio.move_on_after(START_DEADLINE_S) as timer:
+        with anyio.move_on_after(self._deadline_s) as timer:
             self._pid = await self._ready(self._process)
         if timer.cancelled_caught:
-            raise PoolError(f"a process of the benchmark did not work within {START_DEADLINE_S:g} s: {self._command}")
+            raise PoolError(f"a process of the benchmark did not work within {self._deadline_s:g} s: {self._command}")
 
     def freeze(self) -> None:
         """Stop it. None of its threads runs any more when this returns."""
@@ -80,17 +81,25 @@ async def open_master() -> AsyncIterator[tuple[str, Victim]]:
 
 
 @asynccontextmanager
-async def open_lender(address: str, segment_bytes: int) -> AsyncIterator[Victim]:
-    """A process that lends memory to the pool of the master at `address`."""
+async def open_lender(
+    address: str, segment_bytes: int, *, file_bytes: int | None = None, deadline_s: float = START_DEADLINE_S
+) -> AsyncIterator[Victim]:
+    """A process that lends memory to the pool of the master at `address`, in files of `file_bytes` if that is said.
+
+    It allocates the memory first, which takes seconds for some tens of gigabytes: `deadline_s`.
+    """
     command = [sys.executable, "-m", "akv.cli.bench.faults.lender", address, str(segment_bytes)]
-    async with open_victim(command, _lender_ready) as victim:
+    command += [] if file_bytes is None else [str(file_bytes)]
+    async with open_victim(command, _lender_ready, deadline_s) as victim:
         yield victim
 
 
 @asynccontextmanager
-async def open_victim(command: list[str], ready: Callable[[Process], Awaitable[int]]) -> AsyncIterator[Victim]:
+async def open_victim(
+    command: list[str], ready: Callable[[Process], Awaitable[int]], deadline_s: float = START_DEADLINE_S
+) -> AsyncIterator[Victim]:
     """Run a process for the length of the block. **Cancellation:** it is ended."""
-    victim = Victim(command, ready)
+    victim = Victim(command, ready, deadline_s)
     try:
         await victim.start()
         yield victim
