@@ -72,7 +72,7 @@ class Admission:
                 return  # else pages that come free one by one would go to the younger one, which is preempted for them again
             # A match leaves of the tokens that are shown to it one to compute: so no more is reused than was asked for.
             shown = job.length if job.local_at_most is None else min(job.length, job.local_at_most + 1)
-            sequence = self._cache.admit(job.tokens[:shown], 0, job.scope, reuse=job.local_reuse, booked_tokens=job.length)
+            sequence = self._cache.admit(job.known[:shown], 0, job.scope, reuse=job.local_reuse, booked_tokens=job.length)
             if sequence is None:
                 return
             self._queue.pop(0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import anyio
 
 from akv.cli.bench.engine.figures import Times, times
-from akv.cli.bench.engine.servers import Server, Shape, prompt
+from akv.cli.bench.engine.servers import Prompt, Server, Shape, prompt
 from akv.errors import PoolError
 from akv_testing.engine import Result
 
@@ -30,7 +30,7 @@ class Steps(NamedTuple):
     beside: list[float]
 
 
-async def steps_beside(server: Server, shape: Shape, tokens: Sequence[int], loads: int, name: str) -> Steps:
+async def steps_beside(server: Server, shape: Shape, tokens: Prompt, loads: int, name: str) -> Steps:
     """Let a request decode; meanwhile ask `loads` times, one after the other, for a prompt that the pool has."""
     windows: list[Window] = []
     results: list[Result] = []

@@ -26,7 +26,7 @@ from akv.cli.bench.engine.figures import (
     times,
 )
 from akv.cli.bench.engine.loads import Load, Moved
-from akv.cli.bench.engine.servers import Servers, Shape, open_servers, prompt, shape_of
+from akv.cli.bench.engine.servers import Prompt, Servers, Shape, open_servers, prompt, shape_of
 from akv.cli.bench.faults.victims import open_lender
 from akv.errors import PoolError
 from akv.pool import open_embedded_master
@@ -105,7 +105,7 @@ class _Run:
         self._loads: dict[int, list[Load]] = defaultdict(list)
         self._saves: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
         #: Prompts that the pool has all pages of.
-        self._stored: list[list[int]] = []
+        self._stored: list[Prompt] = []
         self._not_in_place = 0
 
     async def all(self, device: str) -> EngineFigures:
@@ -161,7 +161,7 @@ class _Run:
             await server.decode(prompt(self._shape, "warm", self._shape.beside_prompt), self._shape.beside_answer // 10)
             await server.forget()
 
-    async def _until_in_place(self, tokens: Sequence[int]) -> None:
+    async def _until_in_place(self, tokens: Prompt) -> None:
         """Memory is mapped in the background, once pages were seen in it."""
         began = anyio.current_time()
         while True:
@@ -191,7 +191,7 @@ class _Run:
         for server in (servers.plain, servers.pooled, servers.staged):
             await server.forget()
 
-    async def _cold_with_saving(self, tokens: list[int]) -> None:
+    async def _cold_with_saving(self, tokens: Prompt) -> None:
         server, began = self._servers.pooled, time.perf_counter()
         result = await server.cold(tokens)
         self._note(len(tokens), "cold with saving", result)
@@ -216,10 +216,10 @@ class _Run:
         self._tell(f"{AT_ONCE} loads of {length} at once: {[round(taken, 3) for taken, _ in measured]} s")
         return AtOnceFigures(requests=AT_ONCE, tokens=length, seconds=seconds, first_tokens=times(firsts))
 
-    async def _all_of(self, prompts: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
+    async def _all_of(self, prompts: Sequence[Prompt]) -> tuple[float, list[float]]:
         firsts: list[float] = []
 
-        async def one(tokens: Sequence[int]) -> None:
+        async def one(tokens: Prompt) -> None:
             result, load = await self._servers.pooled.pool_hit(tokens)
             firsts.append(result.ttft_s)
             self._not_in_place += not load.in_place

@@ -3,13 +3,14 @@
 They share one process, one device and one model; each has pages of its own. The memory of the pool is another process's.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
-from random import Random
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from anyio import to_thread
 
 from akv.cli.bench.engine.loads import Load, Moved
@@ -18,6 +19,8 @@ from akv.errors import PoolError
 from akv.settings import Settings, StoreSettings
 from akv_testing.engine import Engine, EngineConfig, ModelConfig, Pages, Result, capabilities_of, open_engine
 from akv_testing.engine.large import LLAMA_8B, LLAMA_8B_WINDOWS, SMALL, SMALL_WINDOWS, LargeComputer, LargeModel, open_pages
+
+Prompt: TypeAlias = npt.NDArray[np.int64]
 
 #: Bytes that a producer may have handed over: its pages are the device's own, so none is short of memory meanwhile.
 _BACKLOG_BYTES = 1 << 40
@@ -71,10 +74,9 @@ def shape_of(device: str, *, windows: bool) -> Shape:
     )
 
 
-def prompt(shape: Shape, name: str, tokens: int) -> list[int]:
-    """The prompt of that name: tokens at random. Shorter ones of a name are beginnings of longer ones."""
-    random = Random(name)  # noqa: S311 - prompts, no secrets
-    return random.choices(range(shape.model.vocabulary), k=tokens)
+def prompt(shape: Shape, name: str, tokens: int) -> Prompt:
+    """The prompt of that name: tokens at random."""
+    return np.random.default_rng(list(name.encode())).integers(0, shape.model.vocabulary, tokens)
 
 
 class Server:
@@ -87,25 +89,25 @@ class Server:
         self._moved = moved
         self._numbers = count()
 
-    async def cold(self, tokens: Sequence[int]) -> Result:
+    async def cold(self, tokens: Prompt) -> Result:
         """Compute a prompt that nobody has seen. What it computed stays for `local_hit()`, and goes to the pool, if any."""
         result = await self._ask(tokens, local_reuse=True)
         self._refuse_if_served_otherwise(result, local=0, pool=0)
         return result
 
-    async def local_hit(self, tokens: Sequence[int]) -> Result:
+    async def local_hit(self, tokens: Prompt) -> Result:
         """Ask for a prompt again."""
         result = await self._ask(tokens, local_reuse=True, reads_pool=False)
         self._refuse_if_served_otherwise(result, local=self._whole(tokens), pool=0)
         return result
 
-    async def pool_hit(self, tokens: Sequence[int]) -> tuple[Result, Load]:
+    async def pool_hit(self, tokens: Prompt) -> tuple[Result, Load]:
         """Ask for a prompt whose pages the pool has all of. Nothing of it is here, nor stays here."""
         result = await self._ask(tokens)
         self._refuse_if_served_otherwise(result, local=0, pool=self._whole(tokens))
         return result, self._moved.loads[result.request_id]
 
-    async def decode(self, tokens: Sequence[int], answer: int) -> Result:
+    async def decode(self, tokens: Prompt, answer: int) -> Result:
         """Answer at some length."""
         return await self._ask(tokens, max_new_tokens=answer)
 
@@ -123,14 +125,14 @@ class Server:
         self._engine.cache.evict_idle()
 
     async def _ask(
-        self, tokens: Sequence[int], *, max_new_tokens: int = 1, local_reuse: bool = False, reads_pool: bool = True
+        self, tokens: Prompt, *, max_new_tokens: int = 1, local_reuse: bool = False, reads_pool: bool = True
     ) -> Result:
         name = f"{self.name} {next(self._numbers)}"
         return await self._engine.generate(
             name, tokens, max_new_tokens=max_new_tokens, local_reuse=local_reuse, reads_pool=reads_pool
         )
 
-    def _whole(self, tokens: Sequence[int]) -> int:
+    def _whole(self, tokens: Prompt) -> int:
         size = self._shape.tokens_per_block
         return (len(tokens) - 1) // size * size
 
