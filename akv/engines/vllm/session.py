@@ -99,10 +99,12 @@ class Session:
             tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
     def wait(self, limit_s: float) -> None:
-        """Wait until all has ended that keeps vLLM from computing, loads and lookups that it was put off with: at most `limit_s`.
+        """Wait until all has ended that keeps vLLM from computing, loads and lookups that it was put off with: at most
+        `limit_s`.
 
-        Not only until the first of them: the pass of one request would compete with the loads of the others for the interpreter,
-        and each of them would have a pass of its own. What ended requests leave to be told is waited for where nothing else is.
+        Not only until the first of them: the pass of one request would compete with the loads of the others for the
+        interpreter, and each of them would have a pass of its own. What ended requests leave to be told is waited for where
+        nothing else is.
         """
         deadline = monotonic() + limit_s
         while self.serving is not None:
@@ -115,7 +117,8 @@ class Session:
     def _outstanding(self) -> bool:
         requests, ends = self.requests.values(), list(self.ends)
         over = {ended.request_id for ended in ends if isinstance(ended, LoadCompleted)}
-        if any((one.receiving and not one.reported and one.id not in over) or (one.later and _asking(one)) for one in requests):
+        loads = any(one.receiving and not one.reported and one.id not in over for one in requests)
+        if loads or any(one.later and _asking(one) for one in requests):
             return True
         return not (ends or any(one.later for one in requests)) and any(one.held for one in requests)
 
