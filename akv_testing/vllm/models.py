@@ -20,6 +20,8 @@ _SHAPE: dict[str, Any] = {
 
 LLAMA = "llama"
 GEMMA3 = "gemma3"
+#: As LLAMA, with heads of the usual size and number: 32 KiB of KV a token and not 2 (Llama 3 8B has 128).
+WIDE = "wide"
 #: Tokens that a sliding layer of GEMMA3 sees.
 WINDOW_TOKENS = 64
 
@@ -48,6 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+MODELS[WIDE] = MODELS[LLAMA] | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 
 def write_model(name: str, folder: Path) -> Path:

@@ -49,20 +49,26 @@ class Case:
     ids=["as it must be", "pool hit", "at once", "cold"],
 )
 def test_the_benchmark_in_vllm_names_what_does_not_hold(case: Case) -> None:
-    said = missed(NONE, THEIRS, case.ours)
+    said = missed(NONE, THEIRS, case.ours, pages_elsewhere=False)
     assert len(said) == len(case.says)
     assert all(sentence.startswith(start) for sentence, start in zip(said, case.says, strict=True))
 
 
+@pytest.mark.parametrize(("beyond_local", "count"), [(2.5, 0), (2.6, 1)])
+def test_R1_pages_of_another_process_may_cost_a_quarter(beyond_local: float, count: int) -> None:
+    ours = figures("akv", beyond_local=beyond_local)
+    assert len(missed(NONE, THEIRS, ours, pages_elsewhere=True)) == count
+
+
 def test_without_their_figures_saving_may_add_a_tenth() -> None:
-    assert missed(NONE, None, figures("akv", beyond_none=10.0)) == ()
-    assert missed(NONE, None, figures("akv", beyond_none=10.1)) == (
+    assert missed(NONE, None, figures("akv", beyond_none=10.0), pages_elsewhere=False) == ()
+    assert missed(NONE, None, figures("akv", beyond_none=10.1), pages_elsewhere=False) == (
         "saving adds 10.1 ms to a cold request of 100.0, more than 10.0",
     )
 
 
 def test_nothing_is_missed_where_akv_was_not_measured() -> None:
-    assert missed(NONE, THEIRS, None) == ()
+    assert missed(NONE, THEIRS, None, pages_elsewhere=True) == ()
 
 
 def test_where_no_vllm_is_installed_the_benchmark_says_what_to_install(

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from akv.cli.bench.vllm.figures import VllmFigures
 from akv.errors import DependencyError
-from akv_testing.vllm.models import GEMMA3, LLAMA
+from akv_testing.vllm.models import GEMMA3, LLAMA, WIDE
 from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, NO_CONNECTOR
 
 
@@ -23,6 +23,7 @@ class TinyModel(StrEnum):
 
     LLAMA = LLAMA
     GEMMA3 = GEMMA3
+    WIDE = WIDE
 
 
 class VllmConnector(StrEnum):
@@ -38,7 +39,9 @@ def add_vllm(bench: typer.Typer) -> None:
 
     @bench.command()
     def vllm(
-        model: Annotated[TinyModel, typer.Option(help="Full attention only, or sliding windows too.")] = TinyModel.LLAMA,
+        model: Annotated[
+            TinyModel, typer.Option(help="Full attention; sliding windows, too; or pages of 1 MiB.")
+        ] = TinyModel.LLAMA,
         connector: Annotated[list[VllmConnector] | None, typer.Option(help="With this one; again for more. Else all.")] = None,
         rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 9,
         tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 1,

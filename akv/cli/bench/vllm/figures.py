@@ -7,6 +7,8 @@ import msgspec
 #: What a hit from the pool may take beyond a local hit, and what saving may add to a cold request, in parts of what vLLM's own
 #: connector needs for it.
 MOST_OF_THEIRS = 0.5
+#: What a hit may take beyond a local one where another process of this host lends the memory, which akv reads directly.
+MOST_OF_THEIRS_ELSEWHERE = 0.25
 #: What saving may add to a cold request, in parts of one without a connector.
 MOST_OF_COLD = 0.1
 
@@ -57,17 +59,24 @@ def times(seconds: list[float]) -> Times:
     return Times(median=median(milliseconds), least=min(milliseconds), most=max(milliseconds), all=milliseconds)
 
 
-def missed(none: ConnectorFigures | None, theirs: ConnectorFigures | None, ours: ConnectorFigures | None) -> tuple[str, ...]:
+def missed(
+    none: ConnectorFigures | None,
+    theirs: ConnectorFigures | None,
+    ours: ConnectorFigures | None,
+    *,
+    pages_elsewhere: bool,
+) -> tuple[str, ...]:
     """What does not hold of akv's figures beside the others, a sentence each; nothing is said of what was not measured."""
     if ours is None:
         return ()
     sentences: list[str] = []
     if theirs is not None:
-        allowed = MOST_OF_THEIRS * theirs.pool_beyond_local
+        share = MOST_OF_THEIRS_ELSEWHERE if pages_elsewhere else MOST_OF_THEIRS
+        allowed = share * theirs.pool_beyond_local
         if ours.pool_beyond_local > allowed:
             sentences.append(
                 f"a hit from the pool takes {ours.pool_beyond_local:.1f} ms beyond a local one, more than {allowed:.1f}, "
-                "half of what vLLM's own connector needs"
+                f"{share:g} of what vLLM's own connector needs"
             )
         if ours.at_once.median > theirs.at_once.median:
             sentences.append(

@@ -28,8 +28,8 @@ from akv_testing.vllm.protocol import AKV, MOONCAKE_STORE, NO_CONNECTOR, Answer,
 PROMPT_TOKENS = 1921
 TOKENS_PER_BLOCK = 32
 AT_ONCE = 12
-#: Bytes of each pool's memory: what all rounds store, many times over.
-SEGMENT_BYTES = 1024**3
+#: Bytes of each pool's memory: what some twenty rounds store of the widest model.
+SEGMENT_BYTES = 2 * 1024**3
 #: Rounds before those that count: memory that is touched for the first time costs as much as the rest.
 _WARM_UP = 2
 
@@ -50,7 +50,7 @@ async def bench_vllm(
         pools = []
         for connector in connectors:
             address = await stack.enter_async_context(open_embedded_master())
-            if pages_elsewhere:
+            if pages_elsewhere and connector != NO_CONNECTOR:
                 await stack.enter_async_context(open_lender(address, SEGMENT_BYTES))
             pools.append((connector, mooncake_file(address, 0 if pages_elsewhere else SEGMENT_BYTES)))
         measured = await to_thread.run_sync(partial(_measure, pools, model, rounds, answer_tokens))
@@ -64,7 +64,7 @@ async def bench_vllm(
         rounds=rounds,
         at_once=AT_ONCE,
         connectors=tuple(measured.values()),
-        missed=missed(none, theirs, ours),
+        missed=missed(none, theirs, ours, pages_elsewhere=pages_elsewhere),
     )
 
 
