@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 import pytest
 
 from akv import Connector
@@ -99,7 +100,8 @@ def test_D6_D8_M6_after_hundreds_of_requests_with_random_cancels_everything_is_b
             assert soak.wrong == []
             assert left_open(kv) == []
             assert kv.completed() == []
-            assert kv.pressure() == at_the_start
+            # What loads have read is a sum, and nothing that is held.
+            assert msgspec.structs.replace(kv.pressure(), reads=at_the_start.reads) == at_the_start
             assert soak.free_pages == [PAGES, PAGES]
             kept = held() - of_others
             assert not kept, kept

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 import pytest
 
 from akv import Connector, EngineContractError, LoadCancelled, LoadState, Request
@@ -368,7 +369,8 @@ def test_D6_M6_a_thousand_requests_cancelled_in_one_state_leave_everything_as_it
             assert kv.completed() == []
             await others_are_served(life, "after")
             assert left_open(kv) == []
-            assert kv.pressure() == at_the_start
+            # What loads have read is a sum, and nothing that is held.
+            assert msgspec.structs.replace(kv.pressure(), reads=at_the_start.reads) == at_the_start
             assert server.free_pages == [16, 16]
         assert server.left_behind() == []
         assert server.wrong_values() == []

@@ -373,3 +373,16 @@ async def test_D2_one_of_several_copies_that_fails_leaves_the_others_their_pages
         assert not server.device.busy
         server.free(table)
     assert server.left_behind() == []
+
+
+async def test_R6_copies_from_segments_are_issued_where_copies_are_and_never_by_the_loop() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    async with server.open() as kv:
+        await mapped(server, kv)
+        gate = server.runner.hold(CallKind.COPY)
+        _, load, _ = await server.load(kv, "r", TOKENS)
+        await settle()
+        assert (gate.holding, server.device.busy) == (1, 0)
+        gate.release()
+        await load.wait()

@@ -13,7 +13,7 @@ from akv_testing.board import FakeBoard
 from akv_testing.segments import FakeHost
 from akv_testing.server import FakeServer
 from akv_testing.store import FakeStore
-from akv_testing.traffic import TOKENS
+from akv_testing.traffic import LONG, TOKENS
 from akv_testing.warm_segments import map_each, put_into_each
 
 pytestmark = pytest.mark.anyio
@@ -119,3 +119,16 @@ async def test_V2_a_post_that_hangs_holds_up_no_load() -> None:
         await scene.load(kv, "r")
         assert kv.pressure().reads.staged["no_segment"] == 8
         gate.release()
+
+
+async def test_O6_a_connector_that_takes_its_time_to_close_posts_no_more() -> None:
+    scene = Scene()
+    server = scene.server
+    async with server.open(shutdown_deadline_s=100.0) as kv:
+        gate = server.runner.hold(CallKind.PUT)
+        request = kv.open_request("save", LONG)
+        await server.compute(kv, request, LONG, server.allocate(LONG))
+        await scene.load(kv, "r")
+        posts = len(scene.board.posts)
+    assert len(scene.board.posts) == posts
+    gate.release()
