@@ -303,7 +303,12 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
                 # cut the closing short with copies and calls under way.
                 group.start_soon(_close, halves, block_failed is None)
     except BaseExceptionGroup as failures:
-        if block_failed is None or halves.services.raises:
+        interrupt = _first_interrupt(failures)
+        if interrupt is not None:
+            # trio raises Ctrl-C in whatever task runs, a service's too, and the block was only cancelled for it. Its cancellation
+            # must not leave in the place of that.
+            block_failed = interrupt
+        elif block_failed is None or halves.services.raises:
             raise ConnectorBroken(
                 "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
             ) from failures
@@ -315,6 +320,16 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
         # The task group wraps whatever leaves it; the embedding program's own error is not a group of errors. Raised here, and
         # not while the group is handled, so that its context stays its own.
         raise block_failed
+
+
+def _first_interrupt(failures: BaseExceptionGroup) -> BaseException | None:
+    """What ends the program and no task."""
+    for failure in failures.exceptions:
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            return failure
+        if isinstance(failure, BaseExceptionGroup) and (inner := _first_interrupt(failure)) is not None:
+            return inner
+    return None
 
 
 async def _close(halves: Halves, orderly: bool) -> None:

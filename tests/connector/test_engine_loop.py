@@ -10,12 +10,14 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from akv import Connector, EngineContractError, NotOpenError, Request
 from akv.ports.calls import CallKind
 from akv.values.messages import PassPlan
-from akv_testing import settle
+from akv.values.stats import ConnectorStats
+from akv_testing import run_virtual, settle
 from akv_testing.server import FakeServer, PageTable
 from akv_testing.traffic import LONG, TOKENS, part, work_of_every_kind
 
@@ -163,6 +165,31 @@ async def test_O6_left_twice_with_a_stuck_call_takes_the_deadline_once() -> None
         left = anyio.current_time()
         assert left - began <= 2.1
     assert anyio.current_time() == left
+
+
+class Interrupted:
+    """Where the connector posts what it counted; Ctrl-C comes while one of its services waits for that."""
+
+    def __init__(self, interrupt: type[BaseException]) -> None:
+        self._interrupt = interrupt
+
+    def post(self, stats: ConnectorStats) -> None:
+        raise self._interrupt
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("ended", [False, True])
+def test_O6_an_interrupt_that_comes_while_a_service_runs_is_the_program_s(interrupt: type[BaseException], ended: bool) -> None:
+    # On trio, which raises it in the task that runs; asyncio has its own way.
+    async def main() -> None:
+        server = FakeServer()
+        server.ports = msgspec.structs.replace(server.ports, board=Interrupted(interrupt))
+        async with server.open(shutdown_deadline_s=0.5):
+            if not ended:
+                await anyio.sleep_forever()
+
+    with pytest.raises(interrupt):
+        run_virtual("trio", main)
 
 
 #: Arguments: the backend, and what hangs. Prints a line when it may be interrupted.
