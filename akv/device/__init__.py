@@ -1,7 +1,8 @@
 """The engine's device behind `akv.ports.device`: torch tensors, on a CPU or on CUDA. torch is imported nowhere else in akv.
 
 `caches.py` checks what the engine hands in, `host_pages.py` finds what of it the store can reach itself, `host_memory.py` and
-`device_memory.py` own memory beside it, `streams.py` orders work, `moves.py` copies, `torch_copier.py` puts them together;
+`device_memory.py` own memory beside it, `streams.py` orders work, `moves.py` copies; on CUDA copy engines do so by `strips.py`
+or one kernel by `spans.py`, and `scratch.py` lets both run at once; `torch_copier.py` puts them together;
 `foreign.py` is for engines that tell addresses in place of tensors. Importing this package loads no torch; its functions do.
 """
 
@@ -19,7 +20,8 @@ __all__ = ["joined_stream", "open_torch_device", "rows_at"]
 
 
 def open_torch_device(layout: Layout, caches: Sequence[Sequence[Any]], stream: Any = None) -> "TorchCopier":
-    """Take an engine's caches at the door and return the copier that moves their pages. Copies nothing.
+    """Take an engine's caches at the door and return the copier that moves their pages. Changes none of them; on CUDA one or
+    two are read, to see what its copy engines take.
 
     `caches[g][r]` is the tensor of region r of layer group g. Its first axis is the page; one page of it is contiguous and has
     exactly `region.bytes_per_page` bytes. The pages themselves may lie apart (a slice such as `kv[:, 0]`, a padded pitch).

@@ -188,8 +188,9 @@ def test_caches_on_two_devices_are_refused(layout_for: LayoutFor) -> None:
 
 def test_under_deterministic_algorithms_a_load_writes_its_pages_and_copies_no_cache(layout_for: LayoutFor) -> None:
     """Torch's own way there to fill rows that lie apart copies all rows to and fro, over what kernels write meanwhile."""
-    kv = torch.zeros(4096, 2, 16 << 10, dtype=torch.uint8, device="cuda")
-    copier = open_torch_device(layout_for([[16 << 10] * 2]), [[kv[:, 0], kv[:, 1]]])
+    kv = torch.zeros(4096, 2, 20 << 10, dtype=torch.uint8, device="cuda")
+    regions = [kv[:, 0, : 16 << 10], kv[:, 1, : 16 << 10]]
+    copier = open_torch_device(layout_for([[16 << 10] * 2]), [regions])
     stream, buffer = copier.open_stream("s"), copier.host_buffer(3 * (32 << 10))
     buffer.view()[:] = b"\x05" * buffer.nbytes
     offsets = [(32 << 10) * slot for slot in range(3)]
@@ -204,5 +205,7 @@ def test_under_deterministic_algorithms_a_load_writes_its_pages_and_copies_no_ca
         torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < kv.numel() // 8
-    assert sorted(kv.view(4096, -1).eq(5).all(dim=1).nonzero().flatten().tolist()) == [7, 11, 4000]
+    for region in regions:
+        assert sorted(region.eq(5).all(dim=1).nonzero().flatten().tolist()) == [7, 11, 4000]
     assert not kv[[0, 8, 12, 4095]].any()
+    assert not kv[:, :, 16 << 10 :].any()
