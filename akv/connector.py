@@ -305,8 +305,8 @@ async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
     except BaseExceptionGroup as failures:
         interrupt = _first_interrupt(failures)
         if interrupt is not None:
-            # trio raises Ctrl-C in whatever task runs, a service's too, and the block was only cancelled for it. Its cancellation
-            # must not leave in the place of that.
+            # trio raises Ctrl-C in whatever task runs, a service's too, and the block was only cancelled for it. That must not
+            # leave in its place.
             block_failed = interrupt
         elif block_failed is None or halves.services.raises:
             raise ConnectorBroken(

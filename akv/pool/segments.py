@@ -113,7 +113,7 @@ class LentSegments:
             bases = mapped_at(self._pid, os.fstat(descriptor))
             # A kernel that does not show it well is no reason not to lend. Without its base nobody reads it in place.
             base = bases[0] if len(bases) == 1 else 0
-            self._lent[index] = (msgspec.structs.replace(entry, base=base), descriptor)
+            self._lent[index] = (msgspec.structs.replace(entry, base=base, name=client.get_hostname()), descriptor)
 
     def publish(self, endpoint: str) -> None:
         """Tell other processes where the segments are. `endpoint`: how the pool's descriptors name this process."""

@@ -30,6 +30,8 @@ class SegmentEntry(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     #: The segment's file, absolute.
     path: str
+    #: "host:port" as the pool's master names its owner, which is not how descriptors do; empty until it is mounted.
+    name: str = ""
 
 
 class Replica(msgspec.Struct, frozen=True):

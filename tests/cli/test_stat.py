@@ -7,17 +7,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from akv.cli.stat.command import add_stat
-from akv.cli.stat.report import Report, lines
+from akv.cli.stat.pool import Share, ask_master
+from akv.cli.stat.report import Report, lines, look
+from akv.errors import PoolError
+from akv.pool import open_pool
 from akv.pool.board import posting
-from akv.settings import StoreSettings
+from akv.settings import Settings, StoreSettings
 from akv.values.pressure import Reads
 from akv.values.segments import SegmentEntry
 from akv.values.stats import ConnectorStats
+from akv_testing.master import running_master
+from akv_testing.processes import command_of
 
 
 @pytest.fixture
@@ -91,7 +98,66 @@ def test_where_nobody_runs_it_says_so(store: StoreSettings) -> None:
     assert list(Path(store.shared_memory_dir).iterdir()) == [], "looking changes nothing"
 
 
-def test_O3_it_shows_who_lends() -> None:
+GIB = 1 << 30
+
+
+def lent(pid: int, size: int = GIB) -> SegmentEntry:
     fields: dict[str, Any] = {"owner_started": 1, "pid_namespace": 1, "boot_id": "b", "uid": 0, "base": 4096, "path": "/p"}
-    entry = SegmentEntry(segment_id="a", owner_pid=7, endpoint="10.0.0.1:15000", size=1 << 30, **fields)
-    assert lines(Report((entry,), (), Reads())) == ["lent       1.00 GiB by process 7 as 10.0.0.1:15000"]
+    return SegmentEntry(
+        segment_id=f"{pid}", owner_pid=pid, endpoint=f"10.0.0.1:{15000 + pid}", size=size, name=f"10.0.0.1:{pid}", **fields
+    )
+
+
+def test_O3_it_shows_who_lends_and_joins_the_register_with_the_master() -> None:
+    assert lines(Report((lent(7),), (), Reads())) == ["lent       1.00 GiB by process 7 as 10.0.0.1:15007"]
+    pool = (Share("10.0.0.1:7", GIB // 2, GIB), Share("10.0.0.2:9", 0, GIB))
+    assert lines(Report((lent(7),), (), Reads(), pool)) == [
+        "pool       10.0.0.1:7: 512.0 MiB of 1.00 GiB used, process 7 on this machine",
+        "pool       10.0.0.2:9: 0.0 MiB of 1.00 GiB used, not in this register",
+        "lent       1.00 GiB by process 7 as 10.0.0.1:15007",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("report", "trouble"),
+    [
+        (Report((lent(7), lent(8)), (), Reads()), ""),
+        # Several segments of one process are one share.
+        (Report((lent(7, GIB // 2), lent(7, GIB // 2), lent(8)), (), Reads()), ""),
+        (Report((lent(7), lent(8, 2 * GIB)), (), Reads()), "processes lend unequally, from 1.00 GiB to 2.00 GiB"),
+        (
+            Report((lent(7),), (), Reads(), (Share("10.0.0.1:7", 0, GIB), Share("10.0.0.2:9", 0, 3 * GIB))),
+            "processes lend unequally, from 1.00 GiB to 3.00 GiB",
+        ),
+        (
+            Report((lent(7), lent(8)), (), Reads(), (Share("10.0.0.1:7", 0, GIB),)),
+            "process 8 lends 1.00 GiB to another pool, or this master has forgotten it",
+        ),
+        (Report((), (), Reads(), None, 2), "2 segments of processes that have died are left: run akv doctor"),
+    ],
+)
+def test_O3_uneven_segments_dead_owners_and_segments_that_no_master_knows_are_flagged(report: Report, trouble: str) -> None:
+    assert report.troubles == ([trouble] if trouble else [])
+    assert [line for line in lines(report) if line.startswith("trouble")] == ([f"trouble    {trouble}"] if trouble else [])
+
+
+@pytest.mark.mooncake
+def test_O3_a_real_master_says_what_each_process_has_in_the_pool(store: StoreSettings) -> None:
+    with running_master() as (address, pid):
+        (port,) = [word.partition("=")[2] for word in command_of(pid) if word.startswith("--metrics_port=")]
+        url = f"http://127.0.0.1:{port}"
+        lending = msgspec.structs.replace(store, master_address=address, segment_bytes=32 << 20, segment_file_bytes=16 << 20)
+
+        async def look_around() -> tuple[Report, Any]:
+            async with open_pool(Settings(model_key="m", store=lending)):
+                return look(store, ask_master(url)), run("--metrics", url)
+
+        report, done = anyio.run(look_around)
+        assert report.pool == (Share(report.lent[0].name, 0, 32 << 20),)
+        assert [entry.size for entry in report.lent] == [16 << 20] * 2
+        assert report.troubles == []
+        assert f"32.0 MiB used, process {os.getpid()} on this machine" in done.output
+        with pytest.raises(PoolError, match=f"{address}.*--metrics_port"):
+            ask_master(f"http://{address}")
+    with pytest.raises(PoolError, match="takes the URL"):
+        ask_master("127.0.0.1:9003")
