@@ -221,7 +221,9 @@ class SchedulerRole:
         a step in which every request decodes in the midst of a block asks nothing of the loop.
         """
         behind = (max(0, computed + drafts + 1 - window) // self._tokens_per_block for window in self._windows)
-        noted = (computed // self._tokens_per_block, *behind)
+        # Scheduled ahead, the pass that completes a block comes before its last token is known; the one behind it saves it.
+        confirmed = min(computed, tracked.vllm.num_tokens)
+        noted = (computed // self._tokens_per_block, confirmed // self._tokens_per_block, *behind)
         if noted == tracked.noted:
             return False
         tracked.noted = noted

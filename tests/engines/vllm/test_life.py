@@ -49,11 +49,15 @@ def test_S12_what_was_generated_is_saved_and_the_next_turn_finds_it(make: Any) -
     assert engine.loaded == {"b": 24}
 
 
-def test_S12_a_block_is_saved_when_decoding_completes_it_and_not_only_at_the_end(make: Any) -> None:
-    engine = make()
+@pytest.mark.parametrize("ahead", [False, True])
+def test_S12_a_block_is_saved_when_decoding_completes_it_and_not_only_at_the_end(make: Any, ahead: bool) -> None:
+    engine = make(ahead=ahead)
     request = engine.add("a", TOKENS, max_tokens=20)
-    engine.until(lambda: request.num_tokens == 25)
+    # Ahead, the pass that completed it was planned when its last token was not known: the next one has it saved.
+    engine.until(lambda: request.num_tokens == 25 + ahead)
+    deadline = time.monotonic() + 5
     while 5 not in engine.call(engine.server.stored_blocks, request.all_token_ids):
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     assert "a" not in engine.ended
     engine.run()
