@@ -50,7 +50,7 @@ class Tracked:
         self.reported = False
         #: It ended, and vLLM keeps its blocks until it is told that nothing reads them.
         self.held = False
-        #: The state of the last pass that akv was told of: whole blocks, those of confirmed tokens, and blocks behind each window.
+        #: The state of the last pass that akv was told of: whole blocks, those of confirmed tokens, blocks behind each window.
         self.noted: tuple[int, ...] = ()
         #: How often vLLM had preempted it when akv was told last.
         self.preemptions = 0
