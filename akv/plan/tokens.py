@@ -5,6 +5,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +18,9 @@ PLACEHOLDER = -1
 _ENCODED_PLACEHOLDER = struct.pack("<q", PLACEHOLDER)
 #: The range of a token id (K1: the hash takes eight bytes for each).
 _INT64 = np.iinfo(np.int64)
+
+#: Tokens from which on it pays to have a whole list looked at in C.
+_LONG = 16
 
 #: What a caller may hand in. A numpy array costs about 3 ns per token to encode, a list about 30 (each element is looked at).
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -72,13 +76,24 @@ def _encode_array(tokens: npt.NDArray[Any], start: int) -> bytearray:
 def _encode_sequence(tokens: object, start: int) -> bytes:
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         _refuse(start, f"tokens are a sequence of integers, not a {type(tokens).__name__}")
-    # The set of types costs a pass, and is what tells True from 1: struct would take both.
-    if set(map(type, tokens)) <= {int}:
+    if _are_plain(tokens):
         try:
             return struct.pack(f"<{len(tokens)}q", *tokens)
         except struct.error:
             pass  # one of them is outside int64: the pass below finds out where
     return b"".join(_encode_one(token, start + offset) for offset, token in enumerate(tokens))
+
+
+def _are_plain(tokens: Sequence[Any]) -> bool:
+    """Whether every element is an int and none a bool: struct would take True for 1."""
+    if len(tokens) < _LONG or not isinstance(tokens, list | tuple):
+        return set(map(type, tokens)) <= {int}
+    try:
+        # What prompts come as, by the thousand tokens: decided in C, in a seventh of the time that a set of types takes.
+        msgspec.convert(tokens, list[int])
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _encode_one(token: Any, position: int) -> bytes:

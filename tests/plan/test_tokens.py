@@ -95,9 +95,13 @@ def test_K6_the_ends_of_int64_are_tokens() -> None:
         ([1], "list"),
     ],
 )
-def test_K6_an_element_that_is_no_integer_is_refused_by_position_and_type(wrong: Any, name: str) -> None:
+@pytest.mark.parametrize("more", [0, 100], ids=["few", "many"])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_K6_an_element_that_is_no_integer_is_refused_by_position_and_type(
+    wrong: Any, name: str, more: int, kind: type[list[Any]]
+) -> None:
     with pytest.raises(TokenError, match=rf"position 12: .*{name}"):
-        encode_confirmed([1, 2, wrong, 3], 10)
+        encode_confirmed(kind([1, 2, wrong, 3, *range(more)]), 10)
 
 
 @pytest.mark.parametrize(
