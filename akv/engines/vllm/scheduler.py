@@ -127,7 +127,11 @@ class SchedulerRole:
         if preempted:
             # Blocks of theirs may be written in this step: no copy reads them any more when this returns.
             self._session.ask(loop.preempt, preempted, otherwise=None)
-        return StepOrder(self._session.begin(loop.step, Step(loads, parts)), idle)
+        planned = self._session.begin(loop.step, Step(loads, parts))
+        if idle:
+            # Nothing is computed, so this thread will wait for the loads: they begin while it does the rest of its step.
+            self._session.hurry()
+        return StepOrder(planned, idle)
 
     def received(self, ended: Iterable[str]) -> None:
         """The scheduler reads that these requests' loads ended; before it frees anything."""

@@ -35,6 +35,23 @@ def test_a_step_in_which_a_load_begins_ends_with_the_load_and_with_nothing_befor
     engine.run()
 
 
+def test_loads_begin_beside_the_rest_of_a_step_that_computes_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(FakeServer.warm(TOKENS, layout=tiny_layout()), grace_s=LONG_S)
+    hurried: list[int] = []
+    hurry = engine.session.hurry
+
+    def hurries() -> None:
+        hurried.append(engine.session.counts._counts["offers"])
+        hurry()
+
+    monkeypatch.setattr(engine.session, "hurry", hurries)
+    engine.add("a", TOKENS)
+    engine.schedule()
+    # Once vLLM had put blocks aside for the load, and not only for the lookup before.
+    assert hurried[-1:] == [1]
+    engine.abort("a")
+
+
 @pytest.mark.usefixtures("patient")
 def test_requests_that_load_at_once_are_computed_at_once(make: Any) -> None:
     engine = make(FakeServer.warm(LONG, layout=tiny_layout(), pages=128), blocks=128, grace_s=0.0)
