@@ -15,6 +15,7 @@ from rich.table import Table
 from akv.cli.bench.engine.command import add_engine
 from akv.cli.bench.faults.figures import Figures
 from akv.cli.bench.lookup import LookupFigures, bench_lookup
+from akv.cli.bench.reads.command import add_reads
 from akv.cli.bench.snapshot.command import add_snapshot
 from akv.cli.bench.soak import SoakFigures, bench_soak
 from akv.cli.bench.vllm.command import add_vllm
@@ -86,6 +87,7 @@ def add_bench(app: typer.Typer) -> None:
         raise typer.Exit(code=1 if figures.failures else 0)
 
     add_engine(bench)
+    add_reads(bench)
     add_snapshot(bench)
     add_vllm(bench)
 
