@@ -91,9 +91,9 @@ class DirectRead:
         **Cancellation:** the query goes on and touches nothing; a copy that has begun keeps pages and memory until its end.
         """
         size = CallSize(sum(len(batch.pages) for batch in self._batches))
-        self._record.asking = True
+        self._record.asking += 1
         queued = await self._parts.desk.queue(CallKind.READ, self._call, size, None, begin=self._begins, end=self._ends)
-        self._record.asking = False
+        self._record.asking -= 1
         if queued is None:
             return None
         if self._first is None:

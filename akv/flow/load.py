@@ -11,6 +11,7 @@ from functools import partial
 
 from anyio import current_time, move_on_after
 
+from akv.flow.ahead import ReadAhead
 from akv.flow.calls import CopyFailed, NoSlots, event_reached
 from akv.flow.copying import copy_into_pages, report_load
 from akv.flow.direct import DirectRead
@@ -66,11 +67,13 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
     """Move stretch after stretch, the second step of each while the next one takes its first. Ends early once the load has a
     verdict.
     """
+    stretches = split_stretches(record.order.groups, _stretch(parts, staging, record))
     async with overlapping(staging) as transfer:
-        for stretch in split_stretches(record.order.groups, _stretch(parts, staging, record)):
-            rest: Sequence[Batch] | None = stretch
-            if parts.reads is not None:
-                rest = await _read_directly(parts, parts.reads, stream, record, stretch, transfer)
+        ahead = None
+        if parts.reads is not None:
+            ahead = ReadAhead(partial(_read_directly, parts, parts.reads, stream, record, transfer), stretches, transfer)
+        for number, stretch in enumerate(stretches):
+            rest = stretch if ahead is None else await ahead.rest(number)
             for batch in () if not rest else split_batches(rest, staging.batch):
                 if not await _stage(parts, staging, stream, record, batch, transfer):
                     return
@@ -93,8 +96,8 @@ async def _read_directly(
     reads: DirectReads,
     stream: CopyStream,
     record: LoadRecord,
-    stretch: Sequence[Batch],
     transfer: Overlap,
+    stretch: Sequence[Batch],
 ) -> Sequence[Batch] | None:
     """Have those pages of a stretch copied that lie in segments of this host. Returns the others; None, with a verdict passed,
     if the load gets no further.
@@ -140,7 +143,7 @@ async def _get_into_slots(parts: WorkerParts, staging: Staging, record: LoadReco
     if not _asks(parts, record):
         return False
     answers = await store_call(parts, CallKind.GET, batch, staging.buffer, staging.offsets(ticket), ticket)
-    record.asking = False
+    record.asking -= 1
     # Nothing of a batch with a hole reaches a page: its other slots are discarded with the ticket (X4).
     return _all_good(parts, record, batch, answers, CallKind.GET)
 
@@ -166,7 +169,7 @@ async def _get_into_pages(parts: WorkerParts, record: LoadRecord, batch: Batch, 
         begin=lambda: parts.reservations.begin_call(record, batch),
         end=lambda: parts.reservations.end_call(record, batch),
     )
-    record.asking = False
+    record.asking -= 1
     return _all_good(parts, record, batch, answers, CallKind.GET)
 
 
@@ -203,8 +206,9 @@ def _may_ask(parts: WorkerParts, record: LoadRecord) -> bool:
 
 def _asks(parts: WorkerParts, record: LoadRecord) -> bool:
     """Whether a store call may begin; it does, with the next await. False, with a verdict passed, if the pool is not asked."""
-    record.asking = _may_ask(parts, record)
-    return record.asking
+    may_ask = _may_ask(parts, record)
+    record.asking += may_ask
+    return may_ask
 
 
 def _fail(parts: WorkerParts, record: LoadRecord, batch: Batch, reason: str) -> None:

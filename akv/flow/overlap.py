@@ -4,8 +4,9 @@ A load's steps are the store call and the scatter, a save's the gather and the s
 stream gets its copies in order, and two batches are all that a share of the slots holds.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 from anyio import Event, create_task_group
 from anyio.abc import TaskGroup
@@ -46,9 +47,15 @@ class Overlap:
 
         A `third` step follows it, beside all others. Cancellation: nothing is started.
         """
-        await self._free.wait()
+        while not self._free.is_set():
+            # Another one may have come first.
+            await self._free.wait()
         self._free = Event()
         self._group.start_soon(self._run, slots, second, third, self._free)
+
+    def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start what needs no slots, beside all steps. Leaving the block waits for it."""
+        self._group.start_soon(work)
 
     async def _run(
         self,

@@ -55,8 +55,8 @@ class LoadRecord:
         self.permits: list[Permit] = []
         #: The pages of store calls that write into pages of it, and have not returned.
         self.calls: list[GroupPages] = []
-        #: A store call of its work is under way, or was when a deadline ended the wait for it.
-        self.asking = False
+        #: Store calls of its work that are under way, or were when a deadline ended the wait for them.
+        self.asking = 0
         #: Which way its pages came, so far.
         self.paths = ReadPaths()
         self.verdict: LoadState | None = None

@@ -380,9 +380,38 @@ async def test_R6_copies_from_segments_are_issued_where_copies_are_and_never_by_
     server = server_with(host, host.lend(ROOM))
     async with server.open() as kv:
         await mapped(server, kv)
-        gate = server.runner.hold(CallKind.COPY)
+        gate = server.runner.hold(CallKind.READ)
         _, load, _ = await server.load(kv, "r", TOKENS)
         await settle()
         assert (gate.holding, server.device.busy) == (1, 0)
         gate.release()
         await load.wait()
+
+
+async def test_R6_a_long_load_asks_for_one_stretch_while_the_one_before_it_is_on_its_way() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
+    server.device.copy_s = lambda nbytes: 0.0
+    async with server.open(probe_chunk=10) as kv:
+        before = await mapped(server, kv)
+        began = anyio.current_time()
+        _, load, table = await server.load(kv, "r", LONG)
+        await load.wait()
+        # Two stretches, a second each.
+        assert anyio.current_time() - began == pytest.approx(1.0, abs=0.1)
+        assert since(kv, before)[0] == 18
+        assert server.wrong_pages(LONG, table, 0, 9) == []
+    assert server.left_behind() == []
+
+
+async def test_R6_D3_a_long_load_that_fails_in_one_stretch_waits_for_the_other_and_fails_once() -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
+    async with server.open(probe_chunk=10) as kv:
+        await mapped(server, kv)
+        server.device.script.fail_call("scatter", RuntimeError("refused"))
+        _, load, table = await server.load(kv, "r", LONG)
+        with pytest.raises(LoadFailed, match="copy_failed"):
+            await load.wait()
+        server.free(table)
+    assert server.left_behind() == []

@@ -15,6 +15,7 @@ from akv.ports.calls import CallKind, CallSize
 from akv.ports.pool import KeyState
 from akv_testing import settle
 from akv_testing.calls import Latency
+from akv_testing.memory import FakeHostBuffer
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG
 
@@ -300,3 +301,20 @@ async def test_M6_slots_come_back_when_the_second_step_ended_and_the_block_waits
         await transfer.then(await transfer.take(2), partial(anyio.sleep, 1))
         assert (anyio.current_time(), room.slots.free) == (1.0, 2)
     assert (anyio.current_time(), room.slots.free) == (2.0, 4)
+
+
+async def test_D1_second_steps_come_one_by_one_whoever_starts_them() -> None:
+    running, most = 0, 0
+
+    async def step() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await anyio.sleep(1.0)
+        running -= 1
+
+    staging = Staging(buffer=FakeHostBuffer(16), slots=SlotPool(2, slot_bytes=8), slot_bytes=8, share=2)
+    async with overlapping(staging) as transfer, anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(transfer.then, None, step)
+    assert (running, most) == (0, 1)
