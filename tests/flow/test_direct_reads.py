@@ -375,7 +375,7 @@ async def test_D2_one_of_several_copies_that_fails_leaves_the_others_their_pages
     assert server.left_behind() == []
 
 
-async def test_R6_copies_from_segments_are_issued_where_copies_are_and_never_by_the_loop() -> None:
+async def test_R6_copies_from_segments_are_issued_by_a_reading_thread_and_never_by_the_loop() -> None:
     host = FakeHost()
     server = server_with(host, host.lend(ROOM))
     async with server.open() as kv:

@@ -216,6 +216,8 @@ def test_X5_files_of_another_user_are_refused(lender: Lender, monkeypatch: pytes
     with pytest.raises(SegmentRefused, match="foreign"):
         open_segment(entry)
     with pytest.raises(SegmentRefused, match="foreign"):
+        register.read_trusted(lender.path_of())
+    with pytest.raises(SegmentRefused, match="foreign"):
         register._read_entry(lender.path_of())
     assert [one.fault for one in read_register(lender.directory).refused] == [EntryFault.FOREIGN]
 
