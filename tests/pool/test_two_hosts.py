@@ -149,6 +149,8 @@ if sys.argv[1] == "lend":
             descriptor = os.open(path, os.O_RDWR)
             self.kept = mmap.mmap(descriptor, size)
             return {"ret": 0}
+        def get_hostname(self):
+            return "127.0.0.1:2"
     client = Client()
     lent.mount(client)
     lent.publish("127.0.0.1:1")
@@ -164,6 +166,43 @@ def test_R3_X5_a_process_that_the_kernel_lets_not_look_into_the_owner_does_not_r
     done = subprocess.run(host_command(LESSER, "lend", LESSER), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == ["1 []", "0 ['hidden']"]
+
+
+#: A container as Docker makes them: 64 MiB of shared memory.
+CONTAINER = """
+import subprocess
+from akv.errors import PoolError
+from akv.pool.segments import LentSegments
+from akv.settings import StoreSettings
+from akv_testing import hosts
+
+hosts.settle_in(own_shared_memory=True)
+subprocess.run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
+for kind in ("file", "memfd"):
+    lent = LentSegments(StoreSettings(segment_bytes=128 << 20, segment_memory=kind))
+    try:
+        lent.claim()
+    except PoolError as error:
+        print(error)
+    else:
+        print(kind, [entry.size for entry in lent.entries])
+    lent.remove()
+"""
+
+
+def test_R3_a_container_s_shared_memory_that_is_too_small_is_named_with_the_figures_and_the_fix() -> None:
+    done = subprocess.run(host_command(CONTAINER), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    refused, lent = done.stdout.splitlines()
+    for said in (
+        f"{128 << 20} bytes",
+        "shared memory at /dev/shm",
+        f"of {64 << 20} bytes are free",
+        "docker run --shm-size=2g",
+    ):
+        assert said in refused
+    # Files without a name need none.
+    assert lent == f"memfd [{128 << 20}]"
 
 
 def reads(where: str, own_processes: str) -> dict[str, object]:
