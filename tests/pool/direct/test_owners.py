@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from akv.pool import RegisteredSegments
 from akv.pool.register import publish, register_directory
 from akv.settings import StoreSettings
 from akv.values.segments import SegmentEntry
+from akv_testing.master import running_master
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.anyio]
 
@@ -83,24 +84,31 @@ async def test_X5_R4_what_a_register_says_that_lies_is_not_believed_before_or_af
                         await anyio.sleep(0.1)
 
 
+@pytest.fixture
+def slow_master() -> Iterator[str]:
+    """A master that counts a process among the living for a minute after it has died, and not for ten seconds."""
+    with running_master("--client_ttl=60") as (address, _):
+        yield address
+
+
 async def test_R4_an_owner_that_comes_back_under_its_name_at_other_addresses_is_not_read_at_the_old_ones(
-    own_master: tuple[str, int], lending: Lending, serving: Serving, shm: Path
+    slow_master: str, lending: Lending, serving: Serving, shm: Path
 ) -> None:
     store = StoreSettings(shared_memory_dir=str(shm))
-    with lending(own_master[0]) as first:
-        async with serving(own_master[0]) as server:
+    with lending(slow_master) as first:
+        async with serving(slow_master) as server:
             await server.save()
             await server.load_until_direct()
         (before,) = RegisteredSegments(store).entries()
         first.kill()
         first.wait(10.0)
-    with lending(own_master[0], proven=False):
+    with lending(slow_master, proven=False):
         (after,) = RegisteredSegments(store).entries()
         # As with a metadata server, where a process has the name that its settings say.
         publish(register_directory(store), msgspec.structs.replace(after, endpoint=before.endpoint))
         assert not before.base <= after.base < before.base + before.size
-        async with serving(own_master[0]) as server:
-            # The master names the old addresses for ten seconds yet.
+        async with serving(slow_master) as server:
+            # The master names the old addresses yet.
             assert await server.load() == "holder_lost"
             reads = server.kv.pressure().reads
             assert reads.direct_pages == 0
