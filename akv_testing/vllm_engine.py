@@ -19,6 +19,7 @@ from akv.engines.vllm.scheduler import SchedulerRole, StepOrder
 from akv.engines.vllm.session import Session, join_session
 from akv.engines.vllm.worker import Results, WorkerRole
 from akv.settings import check_settings
+from akv.values.scope import Scope
 from akv_testing.server import FakeServer
 from akv_testing.vllm_objects import BlockPool, Blocks, Status, VllmRequest, scheduler_output, windows_of
 
@@ -199,6 +200,7 @@ class VllmEngine:
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 request.num_computed_tokens = 0
                 self.failures.append(request_id)
+                self.loaded.pop(request_id, None)
         for request in [self.requests[request_id] for request_id in sampled if request_id in self.requests]:
             if not request.is_finished():
                 self._sampled(request, sampled[request.request_id])
@@ -289,7 +291,7 @@ class VllmEngine:
     def _forward(self, request: VllmRequest, tokens: int) -> None:
         """Write the whole blocks that end in this pass. A partial one is written when it is whole."""
         size, after = self.server.tokens_per_block, request.num_computed_tokens
-        hashes = self.server.hashes(self._tokens[request.request_id][:after])
+        hashes = self._hashes(request, self._tokens[request.request_id][:after])
         first = (after - tokens) // size
         table = self.tables[request.request_id]
         groups = range(len(table))
@@ -303,6 +305,9 @@ class VllmEngine:
         if self.session.serving is not None:
             self.call(lambda: self.server.device.kernel(writes=writes))
 
+    def _hashes(self, request: VllmRequest, tokens: Sequence[int]) -> list[bytes]:
+        return self.server.hashes(tokens, Scope(salt=request.cache_salt))
+
     def _sampled(self, request: VllmRequest, token: int) -> None:
         request.all_token_ids.append(token)
         request.num_output_placeholders = max(0, request.num_output_placeholders - 1)
@@ -314,7 +319,7 @@ class VllmEngine:
     def _check_pages(self, request: VllmRequest) -> None:
         """What is computed next reads these."""
         table, size = self.tables[request.request_id], self.server.tokens_per_block
-        hashes = self.server.hashes(request.all_token_ids)
+        hashes = self._hashes(request, request.all_token_ids)
         for group, blocks in enumerate(table):
             for block in range(request.num_computed_tokens // size):
                 if blocks[block]:
