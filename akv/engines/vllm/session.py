@@ -115,12 +115,13 @@ class Session:
             self.arrived.wait(left)
 
     def _outstanding(self) -> bool:
-        requests, ends = self.requests.values(), list(self.ends)
-        over = {ended.request_id for ended in ends if isinstance(ended, LoadCompleted)}
-        loads = any(one.receiving and not one.reported and one.id not in over for one in requests)
-        if loads or any(one.later and _asking(one) for one in requests):
+        over = {ended.request_id for ended in list(self.ends) if isinstance(ended, LoadCompleted)}
+        requests = self.requests.values()
+        loading = any(one.receiving and not one.reported and one.id not in over for one in requests)
+        if loading or any(one.later and _asking(one) for one in requests):
             return True
-        return not (ends or any(one.later for one in requests)) and any(one.held for one in requests)
+        # A lookup whose answer is there is asked for again in the next step.
+        return not self.ends and any(one.held for one in requests) and not any(one.later for one in requests)
 
     def answered(self, _: "Future[Offer]") -> None:
         """On the loop, as a rule: a lookup has ended."""
