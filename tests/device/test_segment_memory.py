@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from akv.device import open_torch_device
+from akv.device import open_torch_device, segment_memory
+from akv.device.sharing import shared
 from akv.device.torch_copier import TorchCopier
 from akv.errors import DeviceError
 from akv.values.layout import Layout
@@ -158,6 +159,38 @@ def test_R6_pages_that_follow_each_other_in_both_memories_arrive_like_others(
     for page, offset in zip(pages, offsets, strict=True):
         assert whole[page].numpy().tobytes() == file.data[offset : offset + 1024]
     assert not whole[[1, 5, 6, 7]].any()
+
+
+@pytest.mark.parametrize("long_copy", [1, 64 << 10], ids=["long", "short"])
+def test_R6_many_pages_are_shared_by_two_threads_and_arrive_like_few(
+    copier: TorchCopier,
+    file: File,
+    device: torch.device,
+    caches: list[torch.Tensor],
+    long_copy: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[int] = []
+
+    def counted(work: Callable[[Any], None], some: Sequence[Any]) -> None:
+        parts.append(len(some))
+        shared(work, some)
+
+    monkeypatch.setattr(segment_memory, "shared", counted)
+    monkeypatch.setattr(segment_memory, "cores", lambda: 2)
+    monkeypatch.setattr(segment_memory, "_SHARED_COPY", 20 * PAGE_BYTES)
+    monkeypatch.setattr(segment_memory, "_SHARED_PIECE", 4 * PAGE_BYTES)
+    monkeypatch.setattr(segment_memory, "_LONG_COPY", long_copy)
+    memory = copier.map_segment(file)
+    copied(copier, memory, range(19), [at * PAGE_BYTES for at in range(19)])
+    assert parts == []
+    # Adjacent in the segment and apart in it, in any order of pages.
+    pages = [3 * at % 29 for at in range(29)]
+    offsets = [at * PAGE_BYTES + (at // 10) * 7 for at in range(29)]
+    copied(copier, memory, pages, offsets)
+    for page, offset in zip(pages, offsets, strict=True):
+        assert page_of(caches, page) == file.data[offset : offset + PAGE_BYTES]
+    assert parts == ([] if device.type == "cuda" else [8])
 
 
 def test_R3_what_a_copy_reads_outlives_the_one_who_mapped_it(
