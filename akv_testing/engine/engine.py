@@ -11,6 +11,7 @@ from itertools import count, zip_longest
 from typing import TYPE_CHECKING
 
 import anyio
+import numpy as np
 from anyio import to_thread
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
@@ -145,8 +146,10 @@ class Engine:
             raise EngineClosed(f"the engine is closed: request {job.request_id!r} comes too late")
         if not job.tokens or job.max_new_tokens < 1:
             raise ValueError(f"request {job.request_id!r} has no tokens, or asks for none")
-        # Two passes of the interpreter's own: a loop over a prompt of 100,000 tokens holds everybody's for milliseconds.
-        if not model.any_ids and not 0 <= min(job.tokens) <= max(job.tokens) < model.vocabulary:
+        # No loop of Python: over a prompt of 100,000 tokens it would hold everybody's steps for milliseconds.
+        known = job.known
+        least, most = (known.min(), known.max()) if isinstance(known, np.ndarray) else (min(known), max(known))
+        if not model.any_ids and not 0 <= least <= most < model.vocabulary:
             raise ValueError(f"request {job.request_id!r} has tokens outside the vocabulary of {model.vocabulary}")
         if self._config.prefill_only and job.max_new_tokens > 1:
             # Alone: the server goes on with all others (P1).

@@ -48,13 +48,14 @@ class LargeComputer:
         with torch.inference_mode(), self._entered():
             for chunk in chunks:
                 self._pages.copy(chunk.copies)
-            sampled: dict[int, tuple[Tensor, Tensor]] = {}
+            answers: list[Sampled | None] = [None] * len(chunks)
             for some in _together([at for at, chunk in enumerate(chunks) if len(chunk.tokens) == 1], chunks):
-                sampled.update(zip(some, self._decode([chunks[at] for at in some]), strict=True))
-            for at, chunk in enumerate(chunks):
-                if len(chunk.tokens) > 1:
-                    sampled[at] = self._prompt(chunk)
-            return self._answers(chunks, sampled)
+                for at, answer in zip(some, self._decode([chunks[at] for at in some]), strict=True):
+                    answers[at] = answer
+            prompts = {at: self._prompt(chunk) for at, chunk in enumerate(chunks) if len(chunk.tokens) > 1}
+            for at, logits in prompts.items():
+                answers[at] = _answer(chunks[at], int(logits.argmax()), logits) if chunks[at].following is None else None
+            return answers
 
     def attend(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What one layer's attention of a chunk comes to, pages written and read: for who measures that alone."""
@@ -62,19 +63,17 @@ class LargeComputer:
             places = self._places(chunk)
             return self._attend(layer, places[self._pages.group_of(layer)], q, k, v)
 
-    def _decode(self, chunks: Sequence[Chunk]) -> list[tuple[Tensor, Tensor]]:
+    def _decode(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
         shape = Shape.of(chunks)
         if shape not in self._slices:
             self._slices[shape] = Slice(self._model, self._pages, self._groups, shape, self._size)
         batch = self._slices[shape]
         batch.fill(chunks)
-        batch.run(self.stream, self._memory)
-        # Copies: another batch of this pass may have the same memory.
-        tokens = batch.tokens.clone()
-        logits = batch.logits.clone() if any(chunk.keep_logits for chunk in chunks) else batch.logits
-        return [(tokens[row], logits[row]) for row in range(len(chunks))]
+        tokens, logits = batch.run(self.stream, self._memory)
+        return [_answer(chunk, tokens[row], logits[row]) for row, chunk in enumerate(chunks)]
 
-    def _prompt(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _prompt(self, chunk: Chunk) -> Tensor:
+        """The logits behind its last token. On CUDA they are queued."""
         model, start = self._model, chunk.start
         places = self._places(chunk)
         angles = model.angles(torch.arange(start, start + len(chunk.tokens), device=model.device))
@@ -83,8 +82,7 @@ class LargeComputer:
             q, k, v = layer.query_key_value(hidden, angles)
             attended = self._attend(number, places[self._pages.group_of(number)], q, k, v)
             hidden = layer.after_attention(hidden, attended)
-        logits = model.logits(hidden[-1:])[0]
-        return logits.argmax(), logits
+        return model.logits(hidden[-1:])[0]
 
     def _attend(self, layer: int, place: PromptPlace, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._pages.layer(layer)
@@ -100,19 +98,15 @@ class LargeComputer:
             for group, table in zip(self._groups, chunk.tables, strict=True)
         ]
 
-    def _answers(self, chunks: Sequence[Chunk], sampled: dict[int, tuple[Tensor, Tensor]]) -> list[Sampled | None]:
-        wanted = [at for at, chunk in enumerate(chunks) if chunk.following is None]
-        answers: list[Sampled | None] = [None] * len(chunks)
-        if wanted:
-            for at, token in zip(wanted, torch.stack([sampled[at][0] for at in wanted]).tolist(), strict=True):
-                kept = sampled[at][1].float().unsqueeze(0).cpu() if chunks[at].keep_logits else None
-                answers[at] = Sampled((int(token),), kept, rejected=0, guess=None)
-        elif self._slices and self.stream is not None:
-            self.stream.synchronize()  # what was decoded for nobody: its buffers are filled anew by the next pass
-        return answers
-
     def _entered(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+def _answer(chunk: Chunk, token: int, logits: Tensor) -> Sampled | None:
+    if chunk.following is not None:
+        return None
+    kept = logits.float().unsqueeze(0).cpu() if chunk.keep_logits else None
+    return Sampled((token,), kept, rejected=0, guess=None)
 
 
 def _together(places: Sequence[int], chunks: Sequence[Chunk]) -> list[list[int]]:

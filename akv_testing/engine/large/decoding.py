@@ -8,6 +8,7 @@ from torch import Tensor
 
 from akv_testing.engine.config import AttentionGroup
 from akv_testing.engine.large.attention import attend_tokens
+from akv_testing.engine.large.host_numbers import shared_numbers
 from akv_testing.engine.large.model import LargeModel
 from akv_testing.engine.large.places import Place, readable
 from akv_testing.engine.pages import Pages
@@ -39,19 +40,19 @@ class Slice:
         widths = [1, 1]
         for group in groups:
             widths += [1, _most_blocks(group, shape.context_tokens, size)]
-        pinned = model.device.type == "cuda"
-        self._on_host = torch.zeros(sum(widths) * shape.sequences, dtype=torch.int64, pin_memory=pinned)
-        self._on_device = self._on_host.to(model.device)
+        # Kernels reach the host's memory themselves: a copy of a few bytes would wait behind those of loads.
+        self._on_host, self._from_host = shared_numbers(sum(widths) * shape.sequences, model.device)
+        self._sampled, self._to_host = shared_numbers(shape.sequences, model.device)
+        self._on_device = torch.zeros_like(self._from_host)
         #: Ids, positions, then for each group the first block and the pages from there on; each (sequences, its width).
         self._host_parts = _columns(self._on_host, widths)
         self._parts = _columns(self._on_device, widths)
         self._spare = [pages.spare_page(group) for group in range(len(groups))]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor
-        self.tokens: Tensor
+        self._logits: Tensor
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Name what is computed next. The device must have taken what was filled in before."""
+        """Name what is computed next."""
         ids, positions, *rest = self._host_parts
         ids.zero_()
         positions.zero_()
@@ -67,10 +68,10 @@ class Slice:
                 first, pages = readable(group, chunk.tables[number], chunk.start, chunk.start + 1, self._size)
                 firsts[row] = first
                 tables[row, : len(pages)] = torch.tensor(pages)
-        self._on_device.copy_(self._on_host, non_blocking=True)
 
-    def run(self, stream: "torch.cuda.Stream | None", memory: "torch.cuda._POOL_HANDLE | None") -> None:
-        """Compute what was filled in; `tokens` and `logits` hold the answer, (sequences,) and (sequences, vocabulary).
+    def run(self, stream: "torch.cuda.Stream | None", memory: "torch.cuda._POOL_HANDLE | None") -> tuple[list[int], Tensor]:
+        """Compute what was filled in, and wait for it: the sampled tokens, and the logits, (sequences, vocabulary), which hold
+        until the next call.
 
         On CUDA the first time captures. `memory`: the pool that all graphs take theirs from, since they never run at a time.
         """
@@ -88,8 +89,12 @@ class Slice:
                 self._compute()
             self._graph = graph
             graph.replay()
+        if stream is not None:
+            stream.synchronize()
+        return self._sampled.tolist(), self._logits
 
     def _compute(self) -> None:
+        torch.add(self._from_host, 0, out=self._on_device)
         model, sequences = self._model, self._shape.sequences
         ids, positions = (part.flatten() for part in self._parts[:2])
         places = [self._place(number, positions) for number in range(len(self._groups))]
@@ -103,8 +108,8 @@ class Slice:
             place.write(values, v)
             attended = attend_tokens(q, place.read(keys, sequences), place.read(values, sequences), mask)
             hidden = layer.after_attention(hidden, attended)
-        self.logits = model.logits(hidden)
-        self.tokens = self.logits.argmax(dim=-1)
+        self._logits = model.logits(hidden)
+        torch.add(self._logits.argmax(dim=-1), 0, out=self._to_host)
 
     def _place(self, number: int, positions: Tensor) -> tuple[Place, Tensor]:
         group, size = self._groups[number], self._size
