@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from akv.cli.demo.conversations import aside, common_prefix, ending_at, forks, questions, reusable_tokens
-from akv.cli.demo.jobs import Figures, TimesToFirstToken, Turn
+from akv.cli.demo.jobs import Figures, Job, TimesToFirstToken, Turn
 from akv.cli.demo.report import show, verdict
-from akv.cli.demo.serving import Comparison, Drafting
+from akv.cli.demo.serving import Comparison, Drafting, reads_alone
 from akv.cli.demo.setting import TOKENS_PER_BLOCK, DemoLayout, engine_config
 from akv_testing.engine import Result
 from akv_testing.engine.text import conversation
@@ -167,3 +167,19 @@ def test_the_table_shows_drafts_where_there_is_a_drafter() -> None:
     text = console.export_text()
     assert "21, 43" in text
     assert "7 compared" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "alone"),
+    [
+        (DemoLayout.FULL, "cpu", False),
+        (DemoLayout.FULL, "cuda", False),
+        (DemoLayout.SLIDING, "cpu", False),
+        (DemoLayout.SLIDING, "cuda", True),
+        (DemoLayout.DRAFTER, "cpu", True),
+    ],
+)
+def test_process_b_saves_nothing_that_the_reference_would_rightly_compute_otherwise(
+    layout: DemoLayout, device: str, alone: bool
+) -> None:
+    assert reads_alone(Job(backend="asyncio", master_address="", segment_bytes=0, layout=layout, device=device)) is alone

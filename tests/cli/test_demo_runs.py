@@ -71,7 +71,9 @@ def test_Q1_windows_give_the_bits_of_local_reuse_at_every_end_that_a_lookup_find
     assert figures["requests"] == 10
     assert figures["identical_to_local_reuse"] == figures["compared"] == 8
     assert figures["page_mismatches"] == 0 < figures["pages_compared"]
-    assert figures["bytes_saved"] > 0 < figures["bytes_loaded"]
+    assert figures["bytes_loaded"] > 0
+    # On a GPU bits depend on what is computed together, and process B saves nothing that it computed anew.
+    assert (figures["bytes_saved"] > 0) == (device == "cpu")
 
 
 @pytest.mark.timeout(180)

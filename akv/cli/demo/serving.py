@@ -10,6 +10,9 @@ drafts are right. What is saved is then compared as well: prompts that go on whe
 a hit and saved, and the second answer loads that. The prompts before them are served without saving: no answer's end is in the
 pool then, so a prompt that leaves behind one computes the answer anew, in other chunks than process A had decoded it in.
 Whoever loaded such pages would rightly have other bits than the reference.
+
+So it is with windows on a GPU, where the bits of a token depend on how many are computed with it: what process B computes anew
+behind a rewound hit is not what process A had there, bit for bit, and saved it would be served to the next prompt.
 """
 
 from collections import Counter
@@ -118,7 +121,7 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
     async with open_engine(_keeping_everything(config), model=model) as reference:
         await _compute_as_process_a(reference, job, progress)
         await _warm_up(reference)
-        reads = msgspec.structs.replace(both, role="consumer") if job.layout.has_drafter else both
+        reads = msgspec.structs.replace(both, role="consumer") if reads_alone(job) else both
         async with _open_server(config, reads, model, pages) as engine:
             await _compare_all(job, _prompts(job), reference, engine, comparison, partial(progress, "serve from the pool"))
         if job.layout.has_drafter:
@@ -151,6 +154,11 @@ async def serve(job: Job, moved: BytesMoved, progress: Progress) -> Figures:
             local_hit=milliseconds(comparison.local_hit),
         ),
     )
+
+
+def reads_alone(job: Job) -> bool:
+    """Whether process B saves nothing of the prompts that process A's prompts are compared with."""
+    return job.layout.has_drafter or (job.layout.has_windows and job.device != "cpu")
 
 
 @asynccontextmanager
