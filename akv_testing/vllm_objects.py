@@ -52,6 +52,15 @@ class VllmRequest:
         return self.status > Status.PREEMPTED
 
 
+class ResolvedRevision(str):
+    """As `huggingface_hub`'s, which vLLM makes of a model's revision: it is spelt as it was asked for."""
+
+    __slots__ = ("resolved",)
+
+    def __init__(self, asked: str) -> None:
+        self.resolved = "0123456789abcdef0123456789abcdef01234567"
+
+
 class BlockPool:
     """As `BlockPool`: blocks with reference counts, of which the first is the null block and belongs to nobody."""
 
@@ -172,7 +181,7 @@ def vllm_config(extra: dict[str, Any] | None = None, **fields: Any) -> Any:
         },
         "model_config": {
             "model": "maker/model",
-            "revision": "0123abcd",
+            "revision": ResolvedRevision("main"),
             "quantization": None,
             "dtype": "torch.bfloat16",
             "multimodal_config": None,

@@ -1,6 +1,7 @@
 """vLLM's configuration as akv's: settings, what the engine can do, and what is refused at start, by name."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from ipaddress import ip_address
@@ -31,6 +32,8 @@ _GIVEN_MEDIA = (
     "video_pruning_method",
     "mm_encoder_attn_dtype",
 )
+#: A commit, as a repository names it.
+_COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 #: What vLLM's own connector takes where Mooncake's file leaves it out; akv's defaults are others, and a pool's other members
 #: have not changed.
 _LEFT_OUT = {"store.protocol": "rdma", "store.segment_bytes": 4 * 2**30}
@@ -197,15 +200,17 @@ def _explained(given: Mapping[str, Any], model: Any) -> ExplainedSettings:
 
 def _model_key(model: Any) -> str:
     """The name of the weights, where vLLM knows one: a repository and the commit that it resolved. A path is a name on one
-    machine, and may hold other weights tomorrow.
+    machine, and a path, a branch or a tag may hold other weights tomorrow.
     """
-    name, commit = str(model.model), model.revision
-    if commit and not Path(name).exists() and getattr(model, "model_weights", "") in ("", name):
+    name, asked = str(model.model), model.revision
+    # Spelt out, a resolved revision is what was asked for, "main" as a rule: the commit is an attribute of it.
+    commit = str(getattr(asked, "resolved", asked))
+    if _COMMIT.fullmatch(commit) and not Path(name).exists() and getattr(model, "model_weights", "") in ("", name):
         return f"{name}@{commit}"
     raise SettingsError(
         "model_key",
         "",
-        f"{name!r} does not say which weights it holds, to every server that shares the pool",
+        f"{name!r} with revision {asked!s} does not say which weights it holds, to every server that shares the pool",
         "Set kv_connector_extra_config.model_key to a name of the weights and their revision.",
     )
 

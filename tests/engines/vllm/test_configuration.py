@@ -13,6 +13,7 @@ from akv.errors import DependencyError, SettingsError
 from akv.settings import Settings
 from akv_testing.vllm_objects import cache_config, full_spec, group, vllm_config
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CACHE = cache_config(group(full_spec(), ["model.layers.0.attn"]))
 
 
@@ -37,11 +38,15 @@ def refused(extra: dict[str, Any] | None = None, **fields: Any) -> str:
 
 
 def test_K4_the_model_key_is_the_repository_and_the_commit_that_vllm_resolved() -> None:
-    assert settings().model_key == "maker/model@0123abcd"
+    # Not "@main", which is another commit tomorrow: a server that is restarted then would find the older weights' pages.
+    assert settings().model_key == f"maker/model@{COMMIT}"
+    assert settings(model_config={"revision": COMMIT}).model_key == f"maker/model@{COMMIT}"
     assert settings({"pool": "embedded", "model_key": "own"}).model_key == "own"
 
 
-@pytest.mark.parametrize("model", [{"revision": None}, {"model": "."}, {"model_weights": "elsewhere"}])
+@pytest.mark.parametrize(
+    "model", [{"revision": None}, {"revision": "main"}, {"revision": "v1.0"}, {"model": "."}, {"model_weights": "elsewhere"}]
+)
 def test_K4_weights_without_a_name_need_one(model: dict[str, Any]) -> None:
     assert refused(model_config=model) == "model_key"
 

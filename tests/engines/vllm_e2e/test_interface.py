@@ -4,6 +4,7 @@ vLLM calls some hooks of a connector in rare cases alone, and a hook of another 
 """
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,3 +50,12 @@ def test_both_forms_of_what_ended_say_the_same(connector: Any) -> None:
     newer = one.get_transfer_results(set())
     assert (newer.finished_sending, newer.finished_recving) == one.get_finished(set())
     assert newer.failed_recving == {"failed"}
+
+
+def test_K4_what_vllm_makes_of_a_models_revision_names_its_commit() -> None:
+    from huggingface_hub.hf_api import ResolvedRevision
+
+    from akv.engines.vllm.configuration import _model_key
+
+    revision = ResolvedRevision(resolved="0123456789abcdef0123456789abcdef01234567", initial="main", repo_id="maker/model")
+    assert _model_key(SimpleNamespace(model="maker/model", revision=revision)) == f"maker/model@{revision.resolved}"
