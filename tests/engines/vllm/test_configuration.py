@@ -1,6 +1,7 @@
 """vLLM's configuration as akv's settings, and what is refused at start (W9, K4, D1, P1)."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,19 @@ def deployed(folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any) -> Non
     path = folder / "mooncake.json"
     path.write_text(json.dumps({"master_server_address": "10.0.0.1:50051"} | found))
     monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+
+
+def test_the_how_to_pages_three_steps_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    (file,) = re.findall(r"```json\s+(.*?)```", text, flags=re.DOTALL)
+    (transfer,) = re.findall(r"--kv-transfer-config '(.*?)'", text, flags=re.DOTALL)
+    deployed(tmp_path, monkeypatch, **json.loads(file))
+    named = json.loads(transfer)
+    assert (named["kv_connector"], named["kv_connector_module_path"]) == ("AkvConnector", "akv.engines.vllm")
+    taken = settings({}, kv_transfer_config={"kv_role": named["kv_role"], "kv_connector_extra_config": {}})
+    assert (taken.role, taken.store.protocol, taken.store.segment_bytes) == ("both", "rdma", 32 * 2**30)
+    for backend in set(re.findall(r"--distributed-executor-backend (\S+?)`", text)):
+        assert settings(parallel_config={"distributed_executor_backend": backend}).role == "both"
 
 
 def test_R4_what_an_existing_file_leaves_out_is_what_vllms_own_connector_takes(
