@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from anyio import TASK_STATUS_IGNORED, CancelScope, sleep
+from anyio import TASK_STATUS_IGNORED, CancelScope, move_on_after, sleep
 from anyio.abc import TaskStatus
 
 from akv import observe
@@ -15,6 +15,9 @@ from akv.values.stats import ConnectorStats
 
 #: Runs a call of this kind and size elsewhere, and returns its value or raises what it raised.
 Call: TypeAlias = Callable[[CallKind, Callable[[], Any], CallSize], Awaitable[Any]]
+
+#: Seconds that opening waits for the first post, which takes less than a millisecond.
+FIRST_POST_S = 1.0
 
 
 class StatsTeller:
@@ -31,9 +34,11 @@ class StatsTeller:
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Until cancelled or `stop`. A post that is under way goes on."""
-        task_status.started()
         with self._telling:
-            await self._post()
+            # Before the connector is open, so that it is there with no call of its own under way, unless the post hangs.
+            with move_on_after(FIRST_POST_S):
+                await self._post()
+            task_status.started()
             while self._settings.stats_interval_s:
                 await sleep(self._settings.stats_interval_s)
                 if self.tell():

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from akv.pool import MooncakePool, set_up_store
 from akv.pool.exit_guard import PROCESS_GUARD
-from akv.settings import StoreSettings
+from akv.settings import CLIENT_VARIABLES, StoreSettings
 from akv_testing.hosts import can_make_hosts
 from akv_testing.master import running_master
 from akv_testing.pytest_backends import real_backends
@@ -231,8 +232,10 @@ def run_script() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a Python script as a process of its own, which is how the end of a process can be looked at."""
 
     def run(script: str, *arguments: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+        # A pool of an earlier test has set what the store's client reads, which a child would take for its operator's own.
+        own = {name: value for name, value in os.environ.items() if name not in CLIENT_VARIABLES.values()}
         return subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, env=own
         )
 
     return run
