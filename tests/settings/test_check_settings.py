@@ -141,6 +141,8 @@ ILL_TYPED: list[tuple[str, Any]] = [
     ("role", "reader"),
     ("on_failure", "ignore"),
     ("load_mode", "sync"),
+    ("read_path", "direct"),
+    ("stats_interval_s", -1),
     ("local_reuse_backoff", "on"),
     ("pool", "redis"),
     ("store", 5),
