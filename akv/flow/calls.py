@@ -89,11 +89,6 @@ class QueuedCopy:
         #: Set when the call returned.
         self.returned = Event()
 
-    @property
-    def running(self) -> bool:
-        """Whether it may touch its pages still."""
-        return not self._failures
-
     def has_ended(self, failure: BaseException | None) -> None:
         """The desk's: it ended, well or with a failure."""
         self._failures.append(failure)

@@ -60,7 +60,7 @@ class _Together:
 class DirectRead:
     """The pages of one stretch of a load, on their way. Used by the load's task; `_call` runs on a thread.
 
-    `begin()`, then `finish()` if that says that there is something to wait for.
+    `begin()`; where that says that something is copied, `copied()` and then `confirmed()`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DirectRead:
 
     @property
     def copies(self) -> bool:
-        """Whether something is copied, so that `finish` has something to say."""
+        """Whether something is copied, which is to be waited for, and confirmed."""
         return any(found.pieces for found in self._found)
 
     async def copied(self) -> None:

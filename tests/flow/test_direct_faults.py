@@ -183,6 +183,8 @@ async def test_R3_a_file_that_was_shortened_before_the_query_costs_no_load() -> 
         await load.wait()
         assert server.wrong_pages(TOKENS, table, 0, 4) == []
         assert kv.pressure().reads.staged["refused"] == 8
+        # It is let go of, so that the next load does not ask it again.
+        assert kv.pressure().reads.segments == 0
 
 
 async def test_R2_a_failed_direct_copy_fails_its_load_alone() -> None:
@@ -221,6 +223,31 @@ async def test_R6_R2_a_long_load_is_copied_in_stretches_of_a_probe_and_each_is_a
     keys = sorted(key for keys in server.keys_of(LONG) for key in keys)
     assert sorted(key for call in asked for key in call) == sorted(keys * 2)
     assert len(asked) == queries
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_O7_loads_past_their_deadline_in_a_query_are_a_sign_of_the_pool_and_in_a_copy_they_are_none(
+    asks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(loaders=2)
+    server = scene.server
+    async with server.open(load_deadline_s=0.5) as kv:
+        await map_each(server, kv, [scene.segment])
+        # Two layer groups are two copies of each load.
+        query = server.runner.hold_all(CallKind.READ) if asks else None
+        copies = [] if asks else [server.device.script.hold("scatter", nth=nth) for nth in (1, 2, 3, 4)]
+        loads = [(await server.load(kv, str(number), TOKENS))[1] for number in range(2)]
+        await anyio.sleep(0.6)
+        if query is not None:
+            query.release()
+        for copy in copies:
+            copy.release()
+        for load in loads:
+            with pytest.raises(LoadFailed, match="deadline"):
+                await load.wait()
+    opened = [record for record in caplog.records if getattr(record, "akv_event", "") == "akv.breaker.open"]
+    assert len(opened) == asks
+    assert server.left_behind() == []
 
 
 async def test_O6_a_connector_that_takes_its_time_to_close_begins_no_look_at_the_register() -> None:

@@ -415,3 +415,21 @@ async def test_R6_D3_a_long_load_that_fails_in_one_stretch_waits_for_the_other_a
             await load.wait()
         server.free(table)
     assert server.left_behind() == []
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.001])
+async def test_M4_the_execution_stream_is_ordered_behind_every_copy_from_a_segment(
+    copy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = FakeHost()
+    server = server_with(host, host.lend(ROOM))
+    server.device.copy_s = lambda nbytes: copy_s
+    async with server.open() as kv:
+        await mapped(server, kv)
+        before = len(server.device.copies)
+        waited: list[object] = []
+        monkeypatch.setattr(server.device, "execution_waits_for", waited.append)
+        _, load, _ = await server.load(kv, "r", TOKENS)
+        await load.wait()
+        # One for each layer group.
+        assert len(waited) == len(server.device.copies) - before == 2

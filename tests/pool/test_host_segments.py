@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from akv.errors import SegmentNotReady, SegmentUnusable
 from akv.pool import RegisteredSegments
-from akv.pool.owners import mapped_at, this_process
+from akv.pool.owners import OwnerWatch, mapped_at, this_process
 from akv.pool.register import open_register, publish, register_directory, withdraw
 from akv.pool.shared_memory import SegmentFile, make_file
 from akv.settings import StoreSettings
@@ -110,6 +112,20 @@ def test_R4_an_owner_that_is_another_process_by_now_does_not_live(lent: Callable
     segment = lent("memfd")
     entry = msgspec.structs.replace(segment.entry, owner_started=segment.entry.owner_started + 1)
     assert not segment.segments.open(entry).owner_lives()
+
+
+def test_R3_an_owner_that_ended_after_its_file_was_opened_does_not_live_though_nobody_waited_for_it(
+    lent: Callable[[SegmentFile], Lent],
+) -> None:
+    segment = lent("memfd")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        started = int(Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        watch = OwnerWatch(msgspec.structs.replace(segment.entry, owner_pid=other.pid, owner_started=started))
+        assert watch.lives()
+        other.kill()
+        # Ends and is not reaped.
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert not watch.lives()
 
 
 def test_R4_a_segment_that_its_owner_lends_no_more_is_nobody_s(lent: Callable[[SegmentFile], Lent]) -> None:
