@@ -99,7 +99,7 @@ class WorkerHalf:
             lease_s=settings.lease_s,
             probe_chunk=settings.probe_chunk,
             gate=gate,
-            reads=DirectReads(segments=self._scout.segments, off=self._scout.off, look=self._scout.look),
+            reads=DirectReads(self._scout),
         )
         #: Those of a load or a save are taken when it begins, so a reset changes no name of what is under way (K8).
         self._loads = Lanes(self._parts.reservations.next)

@@ -131,6 +131,8 @@ class FakeHost:
         self.open_errors: list[Exception] = []
         #: The same for `entries()`.
         self.register_errors: list[Exception] = []
+        #: How often `entries()` was called.
+        self.looks = 0
 
     def lend(self, nbytes: int, *, endpoint: str = "", base: int | None = None, registered: bool = True) -> FakeSegment:
         """A new process lends a segment. `endpoint`: of its own unless given; `registered`: it says so to its host."""
@@ -158,6 +160,7 @@ class FakeHost:
 
     def entries(self) -> list[SegmentEntry]:
         """As the port says."""
+        self.looks += 1
         if self.register_errors:
             raise self.register_errors.pop(0)
         return [entry for key, entry in self._entries.items() if self._segments[key].lives]

@@ -51,7 +51,7 @@ class VllmEngine:
         configuration = Configuration(settings, server.capabilities, grace_s)
         self.session.open(configuration, Cache(server.layout, []), ports=server.ports)
         self.windows = windows_of(server.layout)
-        self.worker = WorkerRole(self.session, windows=bool(self.windows))
+        self.worker = WorkerRole(self.session, windows=bool(self.windows), on_cpu=True)
         loads = settings.role != "producer"
         self.scheduler = SchedulerRole(self.session, server.tokens_per_block, self.windows, grace_s, loads=loads)
         self.scheduler.block_pool = self.pool

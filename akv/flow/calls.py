@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
-from anyio import CancelScope, CapacityLimiter, Event
-from anyio.lowlevel import checkpoint
+from anyio import CancelScope, CapacityLimiter, Event, WouldBlock
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from akv.errors import AkvError
 from akv.flow.uncut import uncut
@@ -151,7 +151,7 @@ class CallDesk:
         """
         place = object()
         with waiting() as wait:
-            await self._places[kind].acquire_on_behalf_of(place)
+            await self._take(kind, place)
         if wait.cancelled_caught:
             return None
         if not begin():
@@ -222,7 +222,7 @@ class CallDesk:
     ) -> "QueuedCopy | None":
         """As `copy`, and return as soon as `call` has: its copy may still run, and has its place until it ended."""
         place = object()
-        await self._places[kind].acquire_on_behalf_of(place)
+        await self._take(kind, place)
         if not begin():
             self._places[kind].release_on_behalf_of(place)
             return None
@@ -271,7 +271,7 @@ class CallDesk:
         nor asyncio's own: whoever comes next may overwrite the pages, and must come behind the copy. Raised then.
         """
         kind, place = CallKind.SNAPSHOT, object()
-        await self._places[kind].acquire_on_behalf_of(place)
+        await self._take(kind, place)
         if self._uncut is None:
             self._places[kind].release_on_behalf_of(place)
             return
@@ -318,6 +318,14 @@ class CallDesk:
         while self._records.outstanding:
             self._idle = Event()
             await self._idle.wait()
+
+    async def _take(self, kind: CallKind, place: object) -> None:
+        """Take a place, or wait for one. Cancellation: none is taken, also where one was free."""
+        await checkpoint_if_cancelled()
+        try:
+            self._places[kind].acquire_on_behalf_of_nowait(place)
+        except WouldBlock:
+            await self._places[kind].acquire_on_behalf_of(place)
 
     def _end(self, record: CallRecord) -> None:
         self._records.ended(record)

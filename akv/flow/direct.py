@@ -115,6 +115,11 @@ class DirectRead:
         """Whether something is copied, which is to be waited for, and confirmed."""
         return any(found.pieces for found in self._found)
 
+    @property
+    def over(self) -> bool:
+        """Whether the call has seen the copy's end, and asked again."""
+        return self._second is not None
+
     async def copied(self) -> None:
         """Wait until the pages are copied. Passes a verdict if they cannot be used.
 

@@ -48,6 +48,8 @@ async def load(parts: WorkerParts, staging: Staging, stream: CopyStream, record:
         report_load(parts, parts.reservations.fail(record, _first_key(parts, record), "deadline"))
     elif record.verdict is None:
         report_load(parts, parts.reservations.landed(record))
+    if parts.reads is not None:
+        parts.reads.load_ended()
 
 
 async def _still_there(parts: WorkerParts, record: LoadRecord) -> bool:
@@ -111,8 +113,13 @@ async def _read_directly(
         return None
     reading = DirectRead(parts, reads, stream, record, stretch)
     rest = await reading.begin()
-    if rest is not None and reading.copies:
-        # Where the copy has ended, as on a CPU, neither waits for anything.
+    if rest is None or not reading.copies:
+        return rest
+    if reading.over:
+        # As on a CPU: neither waits for anything, and a task of their own would cost more turns of the loop than they do.
+        await reading.copied()
+        await reading.confirmed()
+    else:
         await transfer.then(None, reading.copied, reading.confirmed)
     return rest
 

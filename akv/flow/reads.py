@@ -1,29 +1,58 @@
 """What loads need to read from segments of this host: which are mapped, and whom to tell."""
 
-from collections.abc import Callable
-
-import msgspec
+from typing import Protocol
 
 from akv import observe
 from akv.ownership.segments import Mapped, Segments
 from akv.plan.direct import Staged
 
 
-class DirectReads(msgspec.Struct, frozen=True, kw_only=True):
+class Scout(Protocol):
+    """Whoever looks at the register; in a connector that is a service."""
+
+    @property
+    def segments(self) -> Segments:
+        """What it has found and mapped."""
+        ...
+
+    @property
+    def off(self) -> Staged | None:
+        """Why nothing is read directly; None if it may be."""
+        ...
+
+    def look(self) -> None:
+        """Look again, now."""
+        ...
+
+    def look_behind(self) -> None:
+        """Look again in a moment."""
+        ...
+
+
+class DirectReads:
     """What a worker half reads segments with."""
 
-    segments: Segments
-    #: Why nothing is read directly; None if it may be.
-    off: Staged | None
-    #: Has the register looked at again, soon.
-    look: Callable[[], None]
+    def __init__(self, scout: Scout) -> None:
+        """`scout`: finds and maps them, in the background."""
+        self._scout = scout
+        self.segments = scout.segments
+        #: Have the register looked at again, now.
+        self.look = scout.look
 
     def why_none(self) -> Staged | None:
-        """Why no page at all can be read directly now; None if one may. Has the register looked at, which may have changed."""
-        if self.off is not None:
-            return self.off
-        self.look()
-        return self.segments.why_none
+        """Why no page at all can be read directly now; None if one may."""
+        if self._scout.off is not None:
+            return self._scout.off
+        why = self.segments.why_none
+        if why is not None:
+            # It may have changed, and this load loses nothing by the look.
+            self.look()
+        return why
+
+    def load_ended(self) -> None:
+        """Have the register looked at, which may have changed: not beside a load, which it would take the interpreter from."""
+        if self._scout.off is None:
+            self._scout.look_behind()
 
     def drop(self, mapped: Mapped, reason: Staged) -> None:
         """Read nothing from this segment any more."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from akv.errors import SegmentNotReady, SegmentUnusable
 from akv.pool.owners import OwnerWatch
-from akv.pool.register import SegmentRefused, entry_path, lent_segments, open_segment, register_directory
+from akv.pool.register import CheckedEntries, SegmentRefused, entry_path, lent_segments, open_segment, register_directory
 from akv.settings import StoreSettings
 from akv.values.segments import SegmentEntry
 
@@ -54,10 +54,11 @@ class RegisteredSegments:
     def __init__(self, store: StoreSettings) -> None:
         """`store`: says where the register is."""
         self._store = store
+        self._checked = CheckedEntries()
 
     def entries(self) -> Sequence[SegmentEntry]:
         """The segments that this process may read, its own among them."""
-        return lent_segments(self._store)
+        return lent_segments(self._store, self._checked)
 
     def open(self, entry: SegmentEntry) -> OpenSegment:
         """Open an entry's file. Raises SegmentUnusable if it is not what the entry says, SegmentNotReady if it is a file with

@@ -8,6 +8,7 @@ import os
 import select
 import weakref
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -43,14 +44,15 @@ class Owner(msgspec.Struct, frozen=True):
 def this_process() -> Owner:
     """The one that asks."""
     pid = os.getpid()
-    return Owner(pid, _stat_of(pid)[1], _own_namespace(), _boot_id())
+    return Owner(pid, _stat_of(pid)[1], *_here(pid))
 
 
 def liveness(entry: SegmentEntry | PostedStats) -> Liveness:
     """Whether the owner of an entry lives."""
-    if entry.boot_id != _boot_id():
+    namespace, boot_id = _here(os.getpid())
+    if entry.boot_id != boot_id:
         return Liveness.DEAD
-    if entry.pid_namespace != _own_namespace():
+    if entry.pid_namespace != namespace:
         return Liveness.UNKNOWN
     try:
         state, started = _stat_of(entry.owner_pid)
@@ -105,9 +107,8 @@ def _stat_of(pid: int) -> tuple[str, int]:
     return fields[_STATE], int(fields[_STARTED])
 
 
-def _own_namespace() -> int:
-    return (_PROC / "self/ns/pid").stat().st_ino
-
-
-def _boot_id() -> str:
-    return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+@lru_cache(maxsize=1)
+def _here(pid: int) -> tuple[int, str]:
+    """The namespace of this process's id, which it never leaves (a child may be born into another), and the boot."""
+    namespace = (_PROC / str(pid) / "ns/pid").stat().st_ino
+    return namespace, (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -137,15 +137,35 @@ def withdraw(directory: Path, segment_id: str) -> None:
         (directory / f"{segment_id}{suffix}").unlink(missing_ok=True)
 
 
-def lent_segments(store: StoreSettings) -> list[SegmentEntry]:
+class CheckedEntries:
+    """What one reader of a register found usable, by the file that said so.
+
+    Whether an owner has mapped what its entry says takes milliseconds of Python to see, for which a load in the same process
+    waits: it is looked at again only where the entry's file is another. Whether the owner lives is looked at each time.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Path, tuple[tuple[int, ...], SegmentEntry]] = {}
+
+    def get(self, path: Path, stamp: tuple[int, ...]) -> SegmentEntry | None:
+        """The entry that this file held, and holds still; None if it must be read."""
+        known, entry = self._entries.get(path, ((), None))
+        return entry if known == stamp else None
+
+    def replace(self, entries: dict[Path, tuple[tuple[int, ...], SegmentEntry]]) -> None:
+        """The register was read: these are usable, and none else."""
+        self._entries = entries
+
+
+def lent_segments(store: StoreSettings, checked: CheckedEntries | None = None) -> list[SegmentEntry]:
     """The segments that living processes of this user lend on this machine, those of this process included (X5).
 
-    None where there is no register, or one that is not to be trusted.
+    None where there is no register, or one that is not to be trusted. `checked`: of a reader that asks again and again.
     """
-    return list(read_register(register_directory(store)).usable)
+    return list(read_register(register_directory(store), checked).usable)
 
 
-def read_register(directory: Path) -> Register:
+def read_register(directory: Path, checked: CheckedEntries | None = None) -> Register:
     """Read and check every entry. Changes nothing."""
     try:
         check_directory(directory)
@@ -153,23 +173,30 @@ def read_register(directory: Path) -> Register:
         return Register(refused=() if refused.fault is EntryFault.NO_FILE else (RefusedEntry(str(directory), refused.fault),))
     # Segments before entries: one that is made meanwhile has an entry by then.
     files = {path.stem: path for path in directory.glob(f"*{SEGMENT_SUFFIX}")}
-    usable, stale, claims, refused_entries = [], [], [], []
+    stale, claims, refused_entries = [], [], []
+    checked, usable = checked or CheckedEntries(), {}
     for path in sorted(directory.glob(f"*{ENTRY_SUFFIX}")):
         files.pop(path.stem, None)
         try:
-            entry = _read_entry(path)
-            if liveness(entry) is Liveness.DEAD:
+            # Before it is read: what is written meanwhile has another.
+            stamp = _stamp(path)
+            known = checked.get(path, stamp)
+            entry = known or _read_entry(path)
+            alive = liveness(entry)
+            if alive is Liveness.DEAD:
                 stale.append(entry)
-            elif _is_mounted(entry, directory):
-                usable.append(entry)
+            elif (known is not None and alive is Liveness.ALIVE) or _is_mounted(entry, directory):
+                usable[path] = (stamp, entry)
             else:
                 claims.append(entry)
         except SegmentRefused as refused:
             # One that was withdrawn meanwhile is no fault.
             if os.path.lexists(path):
                 refused_entries.append(RefusedEntry(str(path), refused.fault))
+    checked.replace(usable)
     orphans = [str(path) for path in (*files.values(), *_old_partials(directory))]
-    return Register(tuple(usable), tuple(stale), tuple(refused_entries), tuple(claims), tuple(orphans))
+    entries = tuple(entry for _, entry in usable.values())
+    return Register(entries, tuple(stale), tuple(refused_entries), tuple(claims), tuple(orphans))
 
 
 def remove_stale(directory: Path, register: Register) -> int:
@@ -299,6 +326,16 @@ def _read_entry(path: Path) -> SegmentEntry:
     if entry.uid != os.geteuid():
         raise SegmentRefused(EntryFault.FOREIGN)
     return entry
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What no other content of an entry's file has: it is replaced, never written again."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise SegmentRefused(_fault_of(error, EntryFault.NO_FILE)) from error
+    # Its rights and its names change the time as what it holds does.
+    return (found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
 def _fault_of(error: OSError, missing: EntryFault) -> EntryFault:

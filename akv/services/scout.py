@@ -1,14 +1,15 @@
 """Knows which segments processes of this host lend, and maps those that pages lie in: in the background, until then these are
 staged.
 
-It looks at the register when the connector opens and when loads begin, at most once in `PAUSE_S`.
+It looks at the register when the connector opens, when a load finds no segment, and behind every other load; at most once in
+`PAUSE_S`.
 """
 
 from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Any, TypeAlias
 
-from anyio import TASK_STATUS_IGNORED, CancelScope, Event, current_time
+from anyio import TASK_STATUS_IGNORED, CancelScope, Event, current_time, move_on_after
 from anyio.abc import TaskStatus
 
 from akv import observe
@@ -25,6 +26,9 @@ Call: TypeAlias = Callable[[CallKind, Callable[[], Any], CallSize], Awaitable[An
 
 #: Seconds between two looks at the register. A process that joins is a matter of seconds, and a look costs a millisecond.
 PAUSE_S = 1.0
+#: Seconds from the end of a load to the look behind it: in the first of them the engine computes what was loaded for, and the
+#: look would take the interpreter from it.
+BEHIND_S = 0.05
 
 
 class SegmentScout:
@@ -38,15 +42,21 @@ class SegmentScout:
         self.segments = Segments()
         #: Why nothing is read directly; None if it may be.
         self.off = off if ports.segments is not None else off or Staged.NO_SEGMENT
-        self._news = Event()
-        self._news.set()
+        self._news, self._at_once = Event(), Event()
+        self.look()
         self._looking = CancelScope()
         #: When the register may be read again.
         self._next_look = -inf
 
     def look(self) -> None:
-        """Look at the register, unless that was done just now; map what is wanted."""
+        """Look at the register now, unless that was done just now; map what is wanted."""
         self._news.set()
+        self._at_once.set()
+
+    def look_behind(self) -> None:
+        """The same in a moment: a load has ended, and nothing waits for the look."""
+        if current_time() >= self._next_look:
+            self._news.set()
 
     async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Until cancelled or `stop`. A look that is under way goes on and changes nothing."""
@@ -54,7 +64,9 @@ class SegmentScout:
         with self._looking:
             while self._lent is not None:
                 await self._news.wait()
-                self._news = Event()
+                with move_on_after(BEHIND_S):
+                    await self._at_once.wait()
+                self._news, self._at_once = Event(), Event()
                 if current_time() >= self._next_look:
                     self._next_look = current_time() + PAUSE_S
                     await self._read(self._lent)

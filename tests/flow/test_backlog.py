@@ -2,7 +2,6 @@
 
 import logging
 import random
-from typing import Any
 
 import anyio
 import pytest
@@ -12,6 +11,7 @@ from akv.plan.put_attempts import MOST_ATTEMPTS
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv_testing.calls import Latency
+from akv_testing.events import events_in
 from akv_testing.server import FakeServer, PageTable
 from akv_testing.traffic import LONG, TOKENS, blocks_to_save, part
 from akv_testing.window_server import WindowServer
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.anyio
 
 #: Bytes of one block of a `FakeServer`'s layout.
 BLOCK = 40
-
-
-def events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
-    return [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
 
 
 async def computed(
@@ -68,7 +64,7 @@ async def test_S6_past_the_bound_in_bytes_the_end_of_the_chain_is_refused_and_of
         assert (await end_of(kv, request)).refused_blocks == 0
     assert server.stored_blocks(TOKENS) == [0, 1, 2, 3]
     assert server.wrong_values() == []
-    assert events(caplog, "akv.save.backlog_full") == [
+    assert events_in(caplog.records, "akv.save.backlog_full") == [
         {
             "requests": 1,
             "blocks": 2,
@@ -211,9 +207,9 @@ async def test_S6_the_windows_of_an_end_go_with_its_blocks_and_their_slots_are_b
         await anyio.sleep(0.01)
     assert server.ends(PROMPT) == ([3] if windows else [])
     assert server.wrong_values() == []
-    dropped = events(caplog, "akv.snapshot.dropped")
+    dropped = events_in(caplog.records, "akv.snapshot.dropped")
     assert [(event["pages"], event["reason"]) for event in dropped] == [(2, "backlog_full")] * (not windows)
-    told = [(event["blocks"], event["window_pages"]) for event in events(caplog, "akv.save.backlog_full")]
+    told = [(event["blocks"], event["window_pages"]) for event in events_in(caplog.records, "akv.save.backlog_full")]
     assert told[:1] == ([(3 - blocks, 2)] if not windows else [])
 
 

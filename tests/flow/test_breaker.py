@@ -1,7 +1,6 @@
 """A pool that does not answer: lookups miss at once, nothing queues up for it, and it is used again when it is back (O7)."""
 
 import logging
-from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +10,7 @@ from akv import BreakerState, Connector, LoadFailed, LookupOutcome, Request
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv_testing import settle
+from akv_testing.events import events_in
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
 
@@ -18,10 +18,6 @@ pytestmark = pytest.mark.anyio
 
 #: Virtual seconds after which a pool that is back has been found.
 FOUND_S = 2.5
-
-
-def events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
-    return [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
 
 
 async def outcome(request: Request) -> LookupOutcome:
@@ -72,8 +68,8 @@ async def test_O7_a_pool_that_is_back_is_found_by_one_probe_at_a_time_and_used_a
         assert {call.keys for call in probes} == {(f"{server.keys.space}/breaker",)}
         await pool_is_back(server, kv)
         assert await outcome(kv.open_request("r", TOKENS)) is LookupOutcome.FULL
-    assert events(caplog, "akv.breaker.open") == [{"reason": "unavailable"}]
-    (closed,) = events(caplog, "akv.breaker.closed")
+    assert events_in(caplog.records, "akv.breaker.open") == [{"reason": "unavailable"}]
+    (closed,) = events_in(caplog.records, "akv.breaker.closed")
     assert (closed["reason"], closed["probes"]) == ("unavailable", 15)
     assert 20 < closed["duration_s"] < 20 + FOUND_S
 
@@ -217,8 +213,8 @@ async def test_O7_an_offer_taken_up_while_it_is_open_fails_at_once_and_names_no_
             await load.wait()
         assert (failed.value.reason, failed.value.key) == ("breaker_open", "")
         assert len(server.pool.calls) == asked
-        assert [said["request_id"] for said in events(caplog, "akv.load.failed")] == ["r"]
-        assert events(caplog, "akv.load.failed_key") == []
+        assert [said["request_id"] for said in events_in(caplog.records, "akv.load.failed")] == ["r"]
+        assert events_in(caplog.records, "akv.load.failed_key") == []
         await request.finished()
         gate.release()
         with pytest.raises(LoadFailed):
@@ -239,7 +235,9 @@ async def test_O7_saves_are_refused_while_it_is_open_and_their_pages_go_back_at_
         await request.finished()
         assert (len(server.pool.calls), anyio.current_time()) == (asked, began)
     # The pass's, and those that `finish` tries once more.
-    assert [(said["blocks"], said["reason"]) for said in events(caplog, "akv.save.refused")] == [(4, "breaker_open")] * 2
+    assert [(said["blocks"], said["reason"]) for said in events_in(caplog.records, "akv.save.refused")] == [
+        (4, "breaker_open")
+    ] * 2
 
 
 async def test_O7_blocks_that_were_refused_meanwhile_are_saved_when_the_pool_is_back() -> None:
@@ -354,7 +352,7 @@ async def test_M3_slots_in_quarantine_past_their_bound_open_it_until_the_calls_r
         gate.release()
         await anyio.sleep(FOUND_S)
         assert await outcome(kv.open_request("t", TOKENS)) is LookupOutcome.FULL
-    assert [said["reason"] for said in events(caplog, "akv.breaker.open")] == ["quarantine"] * most
+    assert [said["reason"] for said in events_in(caplog.records, "akv.breaker.open")] == ["quarantine"] * most
 
 
 async def test_M3_pages_in_quarantine_count_too() -> None:

@@ -1,75 +1,34 @@
 """Pages in segments of this host, read from there: which, how they mix with the staged ones, and what is told (R1, R2, R4)."""
 
 import logging
-from typing import Any
 
 import anyio
 import pytest
 
 from akv import Connector, Load, LoadFailed, LoadState, Request
-from akv.errors import SegmentNotReady
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
-from akv.values.pressure import Reads
 from akv_testing import settle
 from akv_testing.calls import Gate, Latency
-from akv_testing.segments import FakeHost, FakeSegment
+from akv_testing.events import events_in
+from akv_testing.segments import FakeHost
 from akv_testing.server import FakeServer
-from akv_testing.store import FakeStore
 from akv_testing.traffic import LONG, TOKENS
-from akv_testing.warm_segments import map_each, put_into_each
+from akv_testing.warm_segments import ROOM, all_mapped, calls_of, read_since, server_on
 
 pytestmark = pytest.mark.anyio
-
-ROOM = 1 << 12
-
-
-def server_with(
-    host: FakeHost, *segments: FakeSegment, tokens: tuple[int, ...] = TOKENS, lease_s: float = 10.0, **arguments: Any
-) -> FakeServer:
-    """A server on this host, and the pages of a prompt in these segments."""
-    server = FakeServer(store=FakeStore(anyio.current_time, lease_s=lease_s), segments=host, **arguments)
-    put_into_each(server, segments)
-    server.put_in_store(tokens)
-    return server
-
-
-def events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
-    return [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
-
-
-async def mapped(server: FakeServer, kv: Connector) -> Reads:
-    """Have every segment mapped. Returns what was read until then."""
-    await map_each(server, kv, server.store.places)
-    server.pool.calls.clear()
-    return kv.pressure().reads
-
-
-def since(kv: Connector, before: Reads) -> tuple[int, int, dict[str, int]]:
-    """Pages that were read directly, bytes that were, and pages that were not."""
-    now = kv.pressure().reads
-    staged = {reason: pages - before.staged.get(reason, 0) for reason, pages in now.staged.items()}
-    return (
-        now.direct_pages - before.direct_pages,
-        now.direct_bytes - before.direct_bytes,
-        {reason: pages for reason, pages in staged.items() if pages},
-    )
-
-
-def calls(server: FakeServer, operation: str) -> int:
-    return sum(call.operation == operation for call in server.pool.calls)
 
 
 async def test_R1_pages_in_a_segment_of_this_host_come_without_a_get_and_without_a_slot() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM), tokens=LONG)
+    server = server_on(host, host.lend(ROOM), tokens=LONG)
     async with server.open() as kv:
-        before = await mapped(server, kv)
+        before = await all_mapped(server, kv)
         _, load, table = await server.load(kv, "r", LONG)
         await load.wait()
         assert server.wrong_pages(LONG, table, 0, 9) == []
-        assert calls(server, "get") == 0
-        assert since(kv, before) == (18, 9 * (16 + 24), {})
+        assert calls_of(server, "get") == 0
+        assert read_since(kv, before) == (18, 9 * (16 + 24), {})
         assert (before.segments, before.segment_bytes) == (1, ROOM)
     assert server.left_behind() == []
 
@@ -77,199 +36,63 @@ async def test_R1_pages_in_a_segment_of_this_host_come_without_a_get_and_without
 async def test_R1_one_load_mixes_pages_of_two_segments_and_pages_that_no_host_shares() -> None:
     host = FakeHost()
     # Room for some pages each: the others lie in memory of nobody here.
-    server = server_with(host, host.lend(40 + 5 * 24), host.lend(40 + 3 * 24), tokens=LONG)
+    server = server_on(host, host.lend(40 + 5 * 24), host.lend(40 + 3 * 24), tokens=LONG)
     async with server.open() as kv:
-        before = await mapped(server, kv)
+        before = await all_mapped(server, kv)
         _, load, table = await server.load(kv, "r", LONG)
         await load.wait()
         assert server.wrong_pages(LONG, table, 0, 9) == []
-        direct, _, staged = since(kv, before)
+        direct, _, staged = read_since(kv, before)
         assert direct >= 8
         assert staged == {"no_replica": 18 - direct}
-        assert calls(server, "get")
-
-
-async def test_R4_pages_of_a_process_that_is_not_in_the_register_are_staged() -> None:
-    host = FakeHost()
-    remote = host.lend(ROOM, registered=False)
-    server = server_with(host, host.lend(40 + 60), remote)
-    async with server.open() as kv:
-        before = await mapped(server, kv)
-        _, load, table = await server.load(kv, "r", TOKENS)
-        await load.wait()
-        assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        direct, _, staged = since(kv, before)
-        assert staged == {"not_shared": 8 - direct}
-        assert 0 < direct < 8
+        assert calls_of(server, "get")
 
 
 @pytest.mark.parametrize("read_path", ["auto", "staged"])
 async def test_R1_the_event_of_a_load_says_which_way_its_pages_came(read_path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "akv")
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     async with server.open(read_path=read_path) as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         _, load, _ = await server.load(kv, "r", TOKENS)
         await load.wait()
-    *_, event = events(caplog, "akv.load.complete")
+    *_, event = events_in(caplog.records, "akv.load.complete")
     bytes_of_all = 4 * (16 + 24)
     direct = (8, bytes_of_all, {}, {}) if read_path == "auto" else (0, 0, {"setting": 8}, {"setting": bytes_of_all})
     assert (event["direct_pages"], event["direct_bytes"], event["staged"], event["staged_bytes"]) == direct
-    assert bool(calls(server, "describe")) == (read_path == "auto"), "nobody asks for what nobody wants"
+    assert bool(calls_of(server, "describe")) == (read_path == "auto"), "nobody asks for what nobody wants"
 
 
 async def test_R1_with_integrity_every_page_is_staged_and_checked_there() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM), integrity="checksum")
+    server = server_on(host, host.lend(ROOM), integrity="checksum")
     async with server.open() as kv:
-        before = await mapped(server, kv)
+        before = await all_mapped(server, kv)
         _, load, table = await server.load(kv, "r", TOKENS)
         await load.wait()
         assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert since(kv, before) == (0, 0, {"integrity": 8})
-
-
-async def test_R3_until_a_segment_is_mapped_its_pages_are_staged_and_no_load_waits_for_it() -> None:
-    host = FakeHost()
-    server = server_with(host, host.lend(ROOM), latency=Latency(map_s=30.0))
-    async with server.open() as kv:
-        await anyio.sleep(31.0)
-        for name in ("early", "too early"):
-            began = anyio.current_time()
-            _, load, _ = await server.load(kv, name, TOKENS)
-            await load.wait()
-            assert anyio.current_time() < began + 1.0
-        assert since(kv, Reads()) == (0, 0, {"not_mapped": 16})
-        await anyio.sleep(61.0)
-        _, load, table = await server.load(kv, "late", TOKENS)
-        await load.wait()
-        assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert since(kv, Reads())[0] >= 8
-
-
-async def test_R3_a_segment_that_no_page_lies_in_is_not_mapped() -> None:
-    host = FakeHost()
-    lent = host.lend(ROOM)
-    # Of another pool on the same host.
-    host.lend(ROOM)
-    server = server_with(host, lent)
-    async with server.open() as kv:
-        await mapped(server, kv)
-        assert kv.pressure().reads.segments == 1
-
-
-async def test_R3_a_process_that_lends_later_is_found_when_loads_begin() -> None:
-    host = FakeHost()
-    server = server_with(host)
-    async with server.open() as kv:
-        await settle()
-        server.store.places.append(host.lend(ROOM))
-        server.put_in_store(TOKENS)
-        for number in range(3):
-            await anyio.sleep(2.0)
-            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
-            await load.wait()
-        # The first has the register read, the second learns that pages lie there, the third reads them.
-        assert since(kv, Reads())[0] >= 8
-
-
-async def test_R3_a_process_that_joins_others_is_found_when_a_page_is_seen_that_none_of_them_lends() -> None:
-    host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
-    async with server.open() as kv:
-        await mapped(server, kv)
-        server.store.places = [host.lend(ROOM)]
-        server.put_in_store(LONG)
-        for number in range(3):
-            await anyio.sleep(2.0)
-            _, load, _ = await server.load(kv, f"r{number}", LONG)
-            await load.wait()
-        before = kv.pressure().reads
-        assert before.segments == 2
-        _, load, _ = await server.load(kv, "last", LONG)
-        await load.wait()
-        assert since(kv, before) == (18, 9 * (16 + 24), {})
+        assert read_since(kv, before) == (0, 0, {"integrity": 8})
 
 
 @pytest.mark.parametrize("copy_s", [0.0, 0.001])
 async def test_R2_pages_are_asked_for_twice_whether_their_copy_ends_within_the_call_or_later(copy_s: float) -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     server.device.copy_s = lambda nbytes: copy_s
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         _, load, _ = await server.load(kv, "r", TOKENS)
         await load.wait()
-    assert calls(server, "describe") == 2
-
-
-async def test_R3_a_register_that_cannot_be_read_is_an_empty_one(caplog: pytest.LogCaptureFixture) -> None:
-    host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
-    host.register_errors.append(PermissionError("no"))
-    async with server.open() as kv:
-        await settle()
-        _, load, _ = await server.load(kv, "r", TOKENS)
-        await load.wait()
-        assert since(kv, Reads()) == (0, 0, {"no_segment": 8})
-        await anyio.sleep(2.0)
-        for number in range(3):
-            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
-            await load.wait()
-        assert since(kv, Reads())[0] >= 8
-    assert len(events(caplog, "akv.segment.register_unreadable")) == 1
-
-
-@pytest.mark.parametrize("lie", [{"base": -64}, {"base": 8}, {"size": 64}, {"size": -64}])
-async def test_X5_R4_an_entry_that_lies_is_not_used_and_said_so(lie: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    host = FakeHost()
-    segment = host.lend(ROOM)
-    ((field, by),) = lie.items()
-    host.lies(segment, **{field: getattr(segment.entry, field) + by})
-    server = server_with(host, segment)
-    async with server.open() as kv:
-        await mapped(server, kv)
-        _, load, table = await server.load(kv, "r", TOKENS)
-        await load.wait()
-        assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert kv.pressure().reads.direct_pages == 0
-    (event,) = events(caplog, "akv.segment.unused")
-    assert (event["segment"], event["reason"]) == ("segment-1", "refused")
-
-
-async def test_R3_a_segment_that_is_not_ready_is_tried_again_when_a_page_is_seen_in_it() -> None:
-    host = FakeHost()
-    host.open_errors += [SegmentNotReady("being allocated")] * 2
-    server = server_with(host, host.lend(ROOM))
-    async with server.open() as kv:
-        await settle()
-        for number in range(4):
-            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
-            await load.wait()
-            await settle()
-        assert kv.pressure().reads.direct_pages >= 8
-
-
-@pytest.mark.parametrize("error", [OSError("no such file"), MemoryError("cannot be pinned")])
-async def test_R3_a_segment_that_cannot_be_mapped_is_staged_for_good(error: Exception) -> None:
-    host = FakeHost()
-    host.open_errors.append(error)
-    server = server_with(host, host.lend(ROOM))
-    async with server.open() as kv:
-        for number in range(3):
-            await anyio.sleep(2.0)
-            _, load, _ = await server.load(kv, f"r{number}", TOKENS)
-            await load.wait()
-        assert kv.pressure().reads.direct_pages == 0
+    assert calls_of(server, "describe") == 2
 
 
 async def test_R2_a_page_of_another_size_and_one_that_is_missing_fail_as_staged_ones_do() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     key = server.keys_of(TOKENS)[1][2]
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         request = kv.open_request("r", TOKENS)
         offer = await request.lookup()
         server.store.write(key, b"short")
@@ -280,14 +103,14 @@ async def test_R2_a_page_of_another_size_and_one_that_is_missing_fail_as_staged_
 
 async def test_O7_a_pool_that_names_no_place_is_asked_for_the_pages_themselves() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     async with server.open() as kv:
-        before = await mapped(server, kv)
+        before = await all_mapped(server, kv)
         server.pool.answer("describe", KeyState.UNAVAILABLE, times=None)
         _, load, table = await server.load(kv, "r", TOKENS)
         assert (await load.wait()).state is LoadState.LOADED
         assert server.wrong_pages(TOKENS, table, 0, 4) == []
-        assert since(kv, before) == (0, 0, {"no_replica": 8})
+        assert read_since(kv, before) == (0, 0, {"no_replica": 8})
 
 
 async def cancelled_while(server: FakeServer, kv: Connector, gate: Gate) -> tuple[Request, Load, list[list[int]]]:
@@ -302,10 +125,10 @@ async def cancelled_while(server: FakeServer, kv: Connector, gate: Gate) -> tupl
 @pytest.mark.parametrize("copy_s", [0.0, 0.001])
 async def test_D6_a_query_that_hangs_before_the_copy_holds_no_page_and_never_writes_one(copy_s: float) -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     server.device.copy_s = lambda nbytes: copy_s
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         gate = server.runner.hold(CallKind.READ)
         _, load, table = await cancelled_while(server, kv, gate)
         assert load.state is LoadState.CANCELLED
@@ -323,10 +146,10 @@ async def test_D6_a_query_that_hangs_before_the_copy_holds_no_page_and_never_wri
 @pytest.mark.parametrize(("copy_s", "kind"), [(0.0, CallKind.READ), (0.001, CallKind.DESCRIBE)])
 async def test_D6_a_second_query_that_hangs_holds_no_page(copy_s: float, kind: CallKind) -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     server.device.copy_s = lambda nbytes: copy_s
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         # A copy that has ended when the call would return is asked about in the same call.
         gate = server.runner.hold(kind, after_body=kind is CallKind.READ)
         _, load, table = await cancelled_while(server, kv, gate)
@@ -334,14 +157,14 @@ async def test_D6_a_second_query_that_hangs_holds_no_page(copy_s: float, kind: C
         server.free(table)
         gate.release()
     assert server.left_behind() == []
-    assert calls(server, "describe") == 2
+    assert calls_of(server, "describe") == 2
 
 
 async def test_D2_a_copy_under_way_keeps_the_pages_of_a_cancelled_load_until_its_end() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         gate = server.device.script.hold("scatter")
         request, load, table = await server.load(kv, "r", TOKENS)
         await settle()
@@ -359,9 +182,9 @@ async def test_D2_a_copy_under_way_keeps_the_pages_of_a_cancelled_load_until_its
 @pytest.mark.parametrize("nth", [1, 2])
 async def test_D2_one_of_several_copies_that_fails_leaves_the_others_their_pages_until_their_end(nth: int) -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         # Two layer groups are two copies: the device refuses one of them, and the other takes its time.
         server.device.copy_s = lambda nbytes: 1.0
         server.device.script.fail_call("scatter", RuntimeError("refused"), nth=nth)
@@ -377,9 +200,9 @@ async def test_D2_one_of_several_copies_that_fails_leaves_the_others_their_pages
 
 async def test_R6_copies_from_segments_are_issued_by_a_reading_thread_and_never_by_the_loop() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         gate = server.runner.hold(CallKind.READ)
         _, load, _ = await server.load(kv, "r", TOKENS)
         await settle()
@@ -390,25 +213,25 @@ async def test_R6_copies_from_segments_are_issued_by_a_reading_thread_and_never_
 
 async def test_R6_a_long_load_asks_for_one_stretch_while_the_one_before_it_is_on_its_way() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
+    server = server_on(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
     server.device.copy_s = lambda nbytes: 0.0
     async with server.open(probe_chunk=10) as kv:
-        before = await mapped(server, kv)
+        before = await all_mapped(server, kv)
         began = anyio.current_time()
         _, load, table = await server.load(kv, "r", LONG)
         await load.wait()
         # Two stretches, a second each.
         assert anyio.current_time() - began == pytest.approx(1.0, abs=0.1)
-        assert since(kv, before)[0] == 18
+        assert read_since(kv, before)[0] == 18
         assert server.wrong_pages(LONG, table, 0, 9) == []
     assert server.left_behind() == []
 
 
 async def test_R6_D3_a_long_load_that_fails_in_one_stretch_waits_for_the_other_and_fails_once() -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
+    server = server_on(host, host.lend(ROOM), tokens=LONG, latency=Latency(describe_s=1.0))
     async with server.open(probe_chunk=10) as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         server.device.script.fail_call("scatter", RuntimeError("refused"))
         _, load, table = await server.load(kv, "r", LONG)
         with pytest.raises(LoadFailed, match="copy_failed"):
@@ -422,10 +245,10 @@ async def test_M4_the_execution_stream_is_ordered_behind_every_copy_from_a_segme
     copy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = FakeHost()
-    server = server_with(host, host.lend(ROOM))
+    server = server_on(host, host.lend(ROOM))
     server.device.copy_s = lambda nbytes: copy_s
     async with server.open() as kv:
-        await mapped(server, kv)
+        await all_mapped(server, kv)
         before = len(server.device.copies)
         waited: list[object] = []
         monkeypatch.setattr(server.device, "execution_waits_for", waited.append)

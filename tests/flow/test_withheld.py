@@ -1,7 +1,6 @@
 """Over RDMA a peer may touch slots after a transfer that failed: they stay out of use, and are counted (M3)."""
 
 import logging
-from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +10,7 @@ from akv.plan.put_attempts import MOST_ATTEMPTS
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
 from akv.values.pressure import StagingPressure
+from akv_testing.events import events_in
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS, part
 from akv_testing.window_server import WindowServer
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.anyio
 UNSETTLED = {KeyState.HOLDER_LOST, KeyState.REFUSED}
 
 RDMA = pytest.mark.parametrize("rdma", [True, False], ids=["rdma", "tcp"])
-
-
-def events(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
-    return [record.__dict__["akv_fields"] for record in caplog.records if getattr(record, "akv_event", "") == name]
 
 
 async def load_fails(server: FakeServer, kv: Connector, name: str, tokens: tuple[int, ...] = TOKENS) -> str:
@@ -70,7 +66,7 @@ async def test_M3_of_a_get_the_slots_behind_which_a_transfer_may_go_on_stay_out_
         assert kv.pressure().loading.withheld == withheld
     assert server.left_behind() == []
     assert server.pool.unsettled_bytes == 0
-    told = [(event["slots"], event["state"]) for event in events(caplog, "akv.slots.withheld")]
+    told = [(event["slots"], event["state"]) for event in events_in(caplog.records, "akv.slots.withheld")]
     assert told == ([(1, state.value)] if withheld else [])
 
 
@@ -96,7 +92,7 @@ async def test_M3_of_a_put_too_and_the_event_tells_the_first_of_a_buffer(caplog:
         assert kv.pressure().saving.withheld == (3 if rdma else 0)
     assert server.wrong_values() == []
     assert server.left_behind() == []
-    assert len(events(caplog, "akv.slots.withheld")) == (1 if rdma else 0)
+    assert len(events_in(caplog.records, "akv.slots.withheld")) == (1 if rdma else 0)
 
 
 @RDMA
@@ -187,7 +183,7 @@ async def test_M3_past_the_bound_the_pool_is_not_asked_any_more(caplog: pytest.L
         assert (await kv.open_request("c", TOKENS).lookup()).outcome is LookupOutcome.UNAVAILABLE
         await anyio.sleep(10)
         assert kv.pressure().breaker is BreakerState.OPEN, "they do not come back"
-    assert [event["reason"] for event in events(caplog, "akv.breaker.open")] == ["quarantine"]
+    assert [event["reason"] for event in events_in(caplog.records, "akv.breaker.open")] == ["quarantine"]
     assert server.left_behind() == []
 
 
@@ -232,4 +228,4 @@ async def test_M3_at_the_end_buffers_are_unregistered_and_what_the_store_keeps_i
         buffers = [staging.buffer for staging in kv._halves.worker.stagings]
         server.pool.refuses_unregister = True
     assert server.pool.registered == buffers, "each was tried, and none is lost"
-    assert [event["bytes"] for event in events(caplog, "akv.memory.kept")] == [buffer.nbytes for buffer in buffers]
+    assert [event["bytes"] for event in events_in(caplog.records, "akv.memory.kept")] == [buffer.nbytes for buffer in buffers]

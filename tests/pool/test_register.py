@@ -16,6 +16,7 @@ from akv.errors import PoolError
 from akv.pool import register
 from akv.pool.owners import Liveness, liveness, mapped_at, this_process
 from akv.pool.register import (
+    CheckedEntries,
     EntryFault,
     SegmentRefused,
     lent_segments,
@@ -208,6 +209,50 @@ def test_X5_an_entry_that_lies_or_that_others_could_have_written_is_refused_and_
     assert lent_segments(lender.store) == [honest]
     remove_stale(lender.directory, found)
     assert os.path.lexists(lender.path_of())
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_X5_a_reader_that_found_an_entry_good_does_not_use_what_became_of_it(lie: str, lender: Lender) -> None:
+    fault, tell = LIES[lie]
+    entry, checked = lender.lend("a1"), CheckedEntries()
+    assert lent_segments(lender.store, checked) == [entry]
+    tell(lender, entry)
+    found = read_register(lender.directory, checked)
+    # What the entry's own file says is seen at once, what became of the segment when it is opened.
+    if found.usable:
+        with pytest.raises(SegmentRefused, match=fault.value):
+            open_segment(entry)
+    else:
+        assert [one.fault for one in found.refused] == [fault]
+
+
+def test_R3_what_an_owner_has_mapped_is_looked_at_once_and_whether_it_lives_each_time(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def counted(pid: int, file: os.stat_result) -> list[int]:
+        looks.append(pid)
+        return mapped_at(pid, file)
+
+    monkeypatch.setattr(register, "mapped_at", counted)
+    entry, checked = lender.lend(), CheckedEntries()
+    for _ in range(3):
+        assert lent_segments(lender.store, checked) == [entry]
+    assert len(looks) == 1
+    assert lent_segments(lender.store) == [entry], "another reader looks for itself"
+    assert len(looks) == 2
+    # Written again, it is another entry, whatever it says.
+    lender.rewrite(entry)
+    assert lent_segments(lender.store, checked) == [entry]
+    assert len(looks) == 3
+    monkeypatch.setattr(register, "liveness", lambda _: Liveness.UNKNOWN)
+    assert lent_segments(lender.store, checked) == []
+    monkeypatch.undo()
+    assert lent_segments(lender.store, checked) == [entry]
+    monkeypatch.setattr(register, "liveness", lambda _: Liveness.DEAD)
+    found = read_register(lender.directory, checked)
+    assert (found.usable, found.stale) == ((), (entry,))
 
 
 def test_X5_files_of_another_user_are_refused(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._configuration.settings.role != "producer",
             )
         else:
-            self._worker = WorkerRole(self._session, windows=bool(windows))
+            self._worker = WorkerRole(self._session, windows=bool(windows), on_cpu=current_platform.is_cpu())
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 from anyio import CancelScope
+from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.connector import Connector
@@ -71,6 +72,8 @@ class LoopSide:
                     self._tell(ended)
             except PagesLost as lost:
                 self._tell(lost)
+            # The engine's thread waits for what was told, and for the interpreter.
+            await checkpoint()
             reads = self._kv.pressure().reads
             if reads != self._read:
                 self._read = reads

@@ -98,21 +98,23 @@ class Session:
         for tracked in self.requests.values():
             tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
-    def wait(self, limit_s: float) -> None:
+    def wait(self, limit_s: float, most_s: float) -> None:
         """Wait until all has ended that keeps vLLM from computing, loads and lookups that it was put off with: at most
-        `limit_s`.
+        `limit_s` for the next of them to end, and `most_s` in all.
 
         Not only until the first of them: the pass of one request would compete with the loads of the others for the
         interpreter, and each of them would have a pass of its own. What ended requests leave to be told is waited for where
         nothing else is.
         """
-        deadline = monotonic() + limit_s
+        deadline = monotonic() + most_s
         while self.serving is not None:
             self.arrived.clear()
-            if not self._outstanding() or (left := deadline - monotonic()) <= 0:
+            left = min(limit_s, deadline - monotonic())
+            if left <= 0 or not self._outstanding():
                 return
             self.hurry()
-            self.arrived.wait(left)
+            if not self.arrived.wait(left):
+                return
 
     def _outstanding(self) -> bool:
         over = {ended.request_id for ended in list(self.ends) if isinstance(ended, LoadCompleted)}

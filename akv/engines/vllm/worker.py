@@ -12,9 +12,13 @@ from akv.values.messages import LoadState, PassPlan
 from akv.values.pressure import Reads
 from akv.values.requests import LoadCompleted, SavesCompleted
 
-#: Seconds that a step which computes nothing waits for something to end. vLLM would come again at once, and its loop would
-#: keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
-IDLE_WAIT_S = 0.003
+#: Seconds that a step which computes nothing waits for something to end. vLLM would come again after a millisecond, and its
+#: loop would keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
+IDLE_WAIT_S = 0.01
+#: The same on a CPU, as long as one thing after the other ends in that time. There a pass and the loads beside it share the
+#: cores: with two of them the pass of a request whose load ended first took four times as long while others' went on, and so
+#: did they.
+IDLE_MOST_S = 0.05
 
 
 class Results(NamedTuple):
@@ -28,10 +32,11 @@ class Results(NamedTuple):
 class WorkerRole:
     """The hooks that vLLM's model runner calls, in plain values."""
 
-    def __init__(self, session: Session, *, windows: bool) -> None:
-        """`windows`: whether the model has any."""
+    def __init__(self, session: Session, *, windows: bool, on_cpu: bool) -> None:
+        """`windows`: whether the model has any. `on_cpu`: whether it is computed there."""
         self._session = session
         self._windows = windows
+        self._on_cpu = on_cpu
         #: What loads had read when it was counted last.
         self._read = Reads()
 
@@ -55,10 +60,12 @@ class WorkerRole:
         return plan is not None and any(order.snapshot for order in plan.saves)
 
     def results(self, *, idle: bool) -> Results:
-        """What ended since the last call. Never blocks, but for `IDLE_WAIT_S` in a step that computes nothing."""
+        """What ended since the last call. Never blocks, but in a step that computes nothing: for `IDLE_WAIT_S`, on a CPU for
+        `IDLE_MOST_S` at most.
+        """
         session = self._session
         if idle:
-            session.wait(IDLE_WAIT_S)
+            session.wait(IDLE_WAIT_S, IDLE_MOST_S if self._on_cpu else IDLE_WAIT_S)
         session.see()
         results = Results(set(), set(), set())
         while session.ends:

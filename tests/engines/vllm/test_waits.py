@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from akv.engines.vllm import scheduler, worker
+from akv.engines.vllm import session as session_module
+from akv.engines.vllm.session import Session
+from akv.engines.vllm.worker import WorkerRole
 from akv.ports.calls import CallKind
 from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
@@ -19,7 +22,8 @@ LONG_S = 20.0
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a pass waits for ever, so that a test sees what ends its wait."""
-    monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
+    for name in ("IDLE_WAIT_S", "IDLE_MOST_S"):
+        monkeypatch.setattr(worker, name, LONG_S)
 
 
 @pytest.mark.usefixtures("patient")
@@ -82,6 +86,53 @@ def test_a_load_that_takes_its_time_keeps_no_other_request_waiting(make: Any, mo
     assert "slow" in engine.requests
     engine.call(gate.release)
     engine.run()
+
+
+class Ends:
+    """In place of `Session.arrived`, under a clock of its own: what a step waits for ends after these seconds each."""
+
+    def __init__(self, session: Session, ends: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.left = ends
+        monkeypatch.setattr(session_module, "monotonic", lambda: self.now)
+        monkeypatch.setattr(session, "arrived", self)
+        monkeypatch.setattr(session, "_outstanding", lambda: bool(self.left))
+        monkeypatch.setattr(session, "hurry", lambda: None)
+
+    def clear(self) -> None:
+        """Nothing is kept here: what ends is told by `wait`."""
+
+    def wait(self, limit_s: float) -> bool:
+        ends = self.left[0] <= limit_s
+        self.now += self.left[0] if ends else limit_s
+        if ends:
+            del self.left[0]
+        return ends
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "ends", "waited_s", "left"),
+    [
+        # On a CPU for one after the other, each in its time: there a pass beside loads delays them and itself.
+        (True, [0.008] * 4, 0.032, 0),
+        (True, [0.008, 0.012], 0.018, 1),
+        (True, [0.008] * 12, 0.05, 6),
+        # Elsewhere a request is computed beside the loads of others.
+        (False, [0.008] * 4, 0.01, 3),
+        (False, [0.004, 0.004], 0.008, 0),
+    ],
+)
+def test_a_step_that_computes_nothing_waits_for_loads_that_end_one_after_the_other_on_a_cpu_alone(
+    on_cpu: bool, ends: list[float], waited_s: float, left: int, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    engine.worker = WorkerRole(engine.session, windows=False, on_cpu=on_cpu)
+    waits = Ends(engine.session, list(ends), monkeypatch)
+    engine.worker.results(idle=False)
+    assert waits.now == 0.0
+    engine.worker.results(idle=True)
+    assert (waits.now, len(waits.left)) == (pytest.approx(waited_s), left)
+    monkeypatch.undo()
 
 
 @pytest.mark.usefixtures("patient")
