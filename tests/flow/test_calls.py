@@ -83,6 +83,24 @@ async def test_M1_a_wait_for_a_place_that_is_cancelled_never_started_anything() 
         assert desk.idle()
 
 
+async def test_M1_a_call_begins_in_the_turn_that_asks_for_it_where_a_place_is_free_and_nobody_cancelled() -> None:
+    desk = Desk()
+    async with desk.running():
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await desk.desk.run(CallKind.GET, lambda: 7, SIZE)
+        assert scope.cancelled_caught
+        assert (desk.runner.calls, desk.desk.places_taken) == ([], 0)
+        asking = desk.desk.run(CallKind.GET, lambda: 7, SIZE)
+        # One step of the coroutine, with no loop around it.
+        asking.send(None)
+        assert len(desk.runner.calls) == 1
+        await settle()
+        asking.close()
+        await settle()
+        assert desk.desk.places_taken == 0
+
+
 async def test_M1_what_a_call_raises_is_raised_to_who_waits() -> None:
     desk = Desk()
 
