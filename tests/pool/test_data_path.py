@@ -71,15 +71,26 @@ async def test_a_value_that_never_comes_back_names_step_code_and_causes(
     call: str, code: int, told: str, memory_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_path, "AGAIN_S", 0.0)
+    monkeypatch.setattr(data_path, "HOLDER_LOST_S", -1.0)
     memory_client.codes[call] = [code] * 100
     with pytest.raises(PoolError, match=rf"(?s)127\.0\.0\.1:1 .*{told}.*store\.local_hostname; here it is 'here'.*firewall"):
         await prove(memory_client)
     assert memory_client.buffers == {}
 
 
-async def test_trying_ends_at_the_deadline(memory_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_path, "DEADLINE_S", -1.0)
-    memory_client.codes["put"] = [-800] * 100
+async def test_a_server_starts_beside_one_that_died_however_often_its_value_lands_there(
+    memory_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("AGAIN_S", "SELDOM_S"):
+        monkeypatch.setattr(data_path, pause, 0.0)
+    memory_client.codes["put"] = [-800] * 40
+    assert await prove(memory_client) == "proved"
+
+
+@pytest.mark.parametrize(("code", "limit"), [(-900, "DEADLINE_S"), (-800, "HOLDER_LOST_S")])
+async def test_trying_ends_at_the_deadline(code: int, limit: str, memory_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_path, limit, -1.0)
+    memory_client.codes["put"] = [code] * 100
     with pytest.raises(PoolError):
         await prove(memory_client)
     assert len(memory_client.calls) == 1
