@@ -15,10 +15,11 @@ from akv.values.requests import LoadCompleted, SavesCompleted
 #: Seconds that a step which computes nothing waits for something to end. vLLM would come again after a millisecond, and its
 #: loop would keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
 IDLE_WAIT_S = 0.01
-#: The same on a CPU, as long as one thing after the other ends in that time. There a pass and the loads beside it share the
-#: cores: with two of them the pass of a request whose load ended first took four times as long while others' went on, and so
-#: did they.
-IDLE_MOST_S = 0.05
+#: The same on a CPU, and in all, as long as one thing after the other ends in that time. There a pass and the loads beside it
+#: share the cores: with two of them the pass of a request whose load ended first took four times as long while others' went
+#: on, and so did they. A pass of a prompt takes longer than either.
+CPU_WAIT_S = 0.025
+CPU_MOST_S = 0.05
 
 
 class Results(NamedTuple):
@@ -61,11 +62,11 @@ class WorkerRole:
 
     def results(self, *, idle: bool) -> Results:
         """What ended since the last call. Never blocks, but in a step that computes nothing: for `IDLE_WAIT_S`, on a CPU for
-        `IDLE_MOST_S` at most.
+        `CPU_MOST_S` at most.
         """
         session = self._session
         if idle:
-            session.wait(IDLE_WAIT_S, IDLE_MOST_S if self._on_cpu else IDLE_WAIT_S)
+            session.wait(*((CPU_WAIT_S, CPU_MOST_S) if self._on_cpu else (IDLE_WAIT_S, IDLE_WAIT_S)))
         session.see()
         results = Results(set(), set(), set())
         while session.ends:

@@ -22,7 +22,7 @@ LONG_S = 20.0
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a pass waits for ever, so that a test sees what ends its wait."""
-    for name in ("IDLE_WAIT_S", "IDLE_MOST_S"):
+    for name in ("CPU_WAIT_S", "CPU_MOST_S"):
         monkeypatch.setattr(worker, name, LONG_S)
 
 
@@ -73,7 +73,7 @@ def test_requests_that_load_at_once_are_computed_at_once(make: Any) -> None:
 
 
 def test_a_load_that_takes_its_time_keeps_no_other_request_waiting(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "IDLE_WAIT_S", 0.02)
+    monkeypatch.setattr(worker, "CPU_WAIT_S", 0.02)
     engine = make(FakeServer.warm(LONG, layout=tiny_layout()), grace_s=LONG_S)
     gate = engine.call(engine.server.runner.hold, CallKind.GET)
     engine.add("slow", LONG)
@@ -114,8 +114,8 @@ class Ends:
     ("on_cpu", "ends", "waited_s", "left"),
     [
         # On a CPU for one after the other, each in its time: there a pass beside loads delays them and itself.
-        (True, [0.008] * 4, 0.032, 0),
-        (True, [0.008, 0.012], 0.018, 1),
+        (True, [0.012] * 4, 0.048, 0),
+        (True, [0.008, 0.03], 0.033, 1),
         (True, [0.008] * 12, 0.05, 6),
         # Elsewhere a request is computed beside the loads of others.
         (False, [0.008] * 4, 0.01, 3),
