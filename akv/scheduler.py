@@ -123,9 +123,6 @@ class SchedulerHalf:
         began, incarnation = current_time(), record.incarnation
         if (nothing := self._offers_nothing(record)) is not None:
             await checkpoint()
-            if self._lookup.windows and self._reader.saves(record):
-                # The pass that completes the prompt names its window pages, and has no time to hash it from the start (L3).
-                await hash_in_slices(record.chain, record.prompt_blocks, self._lookup.turn)
             answer = self._lookup.nothing(nothing)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
@@ -134,6 +131,9 @@ class SchedulerHalf:
                 self.requests.not_found(record, answer.hole)
             if self.no_cache():
                 answer = self._lookup.nothing(LookupOutcome.DEGRADED, answer.probed)
+        if not answer.probed and self._lookup.windows and self._reader.saves(record):
+            # The pass that completes the prompt names its window pages, and has no time to hash it from the start (L3).
+            await hash_in_slices(record.chain, record.prompt_blocks, self._lookup.turn)
         if record.incarnation == incarnation:
             self.requests.matched_locally(record, local_tokens)
         if not record.dummy:

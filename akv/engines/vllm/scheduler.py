@@ -78,6 +78,7 @@ class SchedulerRole:
         tracked.later = False
         most = (request.num_tokens - 1) // self._tokens_per_block * self._tokens_per_block
         if local_tokens >= most:
+            self._forgo(tracked, local_tokens)
             return NOTHING
         self._look_for_preemption(tracked)
         if tracked.asked is None or tracked.asked_for != local_tokens:
@@ -185,17 +186,28 @@ class SchedulerRole:
         tracked.asked, tracked.noted, tracked.later = None, (), False
 
     def _look_up(self, tracked: Tracked, local_tokens: int) -> None:
+        if self._session.serving is not None:
+            self._session.counts.add("lookups")
+            self._begin_lookup(tracked, local_tokens)
+
+    def _begin_lookup(self, tracked: Tracked, local_tokens: int) -> None:
         serving = self._session.serving
         if serving is None:
             return
         if tracked.asked is not None:
             tracked.asked.cancel()
-        self._session.counts.add("lookups")
         tracked.asked_for = local_tokens
         tracked.send()
         tracked.asked = self._session.begin(serving.loop.look_up, tracked, local_tokens)
         if tracked.asked is not None:
             tracked.asked.add_done_callback(self._session.answered)
+
+    def _forgo(self, tracked: Tracked, local_tokens: int) -> None:
+        """All of it is here. In place of a lookup that has not begun, as none has where vLLM schedules what has just come, one
+        that asks the pool nothing: it opens the request.
+        """
+        if tracked.asked is not None and not tracked.asked.done():
+            self._begin_lookup(tracked, local_tokens)
 
     def _answer(self, tracked: Tracked) -> Offer | None:
         """What the lookup found; None: not yet, or nothing was asked any more (`asked` is None then)."""

@@ -17,6 +17,9 @@ from akv_testing.vllm_engine import VllmEngine
 from akv_testing.vllm_objects import Blocks, Status, VllmRequest
 from akv_testing.window_server import WindowServer
 
+#: Seconds after which something that must happen counts as not happening.
+LONG_S = 20.0
+
 
 def warm(**settings: Any) -> FakeServer:
     return FakeServer.warm(TOKENS, layout=tiny_layout(), **settings)
@@ -120,6 +123,29 @@ def test_another_local_match_is_looked_up_anew_and_a_full_one_not_at_all(make: A
     assert engine.session.counts.take()["lookups"] == 2
     assert engine.scheduler.matched(request, 16) == (0, False)
     assert engine.session.counts.take() == {}
+    engine.run()
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_L1_a_request_that_vllm_has_as_a_whole_asks_the_pool_nothing_and_is_open_all_the_same(
+    make: Any, windows: bool
+) -> None:
+    engine = make(WindowServer.warm(LONG) if windows else warm(), grace_s=1.0)
+    busy = threading.Event()
+    # vLLM schedules what has just come, and the loop has no time in between.
+    engine.session.begin(busy.wait, LONG_S)
+    request = engine.add("a", LONG if windows else TOKENS)
+    whole = (len(request.all_token_ids) - 1) // engine.server.tokens_per_block * engine.server.tokens_per_block
+    assert engine.scheduler.matched(request, whole) == (0, False)
+    busy.set()
+    tracked = engine.session.requests["a"]
+    assert tracked.asked.result(LONG_S).tokens == 0
+    assert all(call.kind is not CallKind.PROBE for call in engine.server.runner.calls)
+    assert tracked.request is not None
+    if windows:
+        # The pass names the pages of its window, and has no time for a prompt of 100,000 tokens.
+        assert engine.call(lambda: tracked.request._record.chain.hash_up_to(0)) == len(LONG) // engine.server.tokens_per_block
+    engine.abort("a")
     engine.run()
 
 
