@@ -35,7 +35,13 @@ def reserve(
     first = offer.local_tokens // tokens_per_block
     hashes = record.chain.hashes(first, first + honoured_tokens // tokens_per_block) if taken else []
     groups = tuple(
-        GroupPages(group, blocks, destination, tuple(hashes[block - first] for block in blocks))
+        GroupPages(
+            group,
+            blocks,
+            destination,
+            # All of them, but for windows.
+            tuple(hashes if len(blocks) == len(hashes) else [hashes[block - first] for block in blocks]),
+        )
         for group, blocks, destination in taken
     )
     return requests.reserve(record, groups, offer.local_tokens, honoured_tokens)

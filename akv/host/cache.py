@@ -135,7 +135,7 @@ class PagedCache:
         a block, whose page is copied then (`PagedSequence.copies`).
         Raises TokenError for a token outside int64.
         """
-        return self._match(bytes(encode_confirmed(tokens, 0)), scope)[1]
+        return self._match(encode_confirmed(tokens, 0), scope)[1]
 
     def admit(
         self,
@@ -160,7 +160,7 @@ class PagedCache:
         None says nothing about the future: `fits()` does. Raises EngineContractError for an empty sequence or one that is
         longer than what it is admitted for, TokenError for a token outside int64.
         """
-        encoded = bytes(encode_confirmed(tokens, 0))
+        encoded = encode_confirmed(tokens, 0)  # a megabyte of a long prompt, and each copy of it holds the loop
         length = len(encoded) // TOKEN_BYTES
         assured = max(capacity_tokens, booked_tokens)
         if not 0 < length <= assured:
@@ -230,7 +230,7 @@ class PagedCache:
             self._holdings.let_go(shared)
         return fresh
 
-    def _match(self, encoded: bytes, scope: Scope) -> tuple[list[Block], int]:
+    def _match(self, encoded: bytes | bytearray, scope: Scope) -> tuple[list[Block], int]:
         """The blocks of a match, and its tokens: fewer than these blocks hold if it ends inside the last one (P3)."""
         blocks, size = Blocks(self.tokens_per_block, self.lookahead_tokens), self.tokens_per_block
         length = len(encoded) // TOKEN_BYTES

@@ -87,12 +87,13 @@ class Holdings:
 
     def evict(self, blocks: int) -> None:
         """Free the pages of so many idle blocks; the caller has looked that there are as many."""
-        for block in self.tree.evict(blocks):
-            for pool in self.pools:
+        evicted = self.tree.evict(blocks)
+        for pool in self.pools:
+            for block in evicted:
                 page = block.windows[pool.position]
                 if page is not None:  # idle as its block is: whoever holds a page in the tree holds the block too
                     pool.forget(page)
-            self.free.give(block)
+        self.free.give(evicted)
 
     def hold(self, blocks: Iterable[Block]) -> None:
         """Add a holder to each block."""
@@ -103,6 +104,7 @@ class Holdings:
 
     def let_go(self, blocks: Sequence[Block]) -> None:
         """Take a holder from each block: a computed one rests in the tree, any other is free."""
+        dead: list[Block] = []
         for block in blocks:
             block.holders -= 1
             if block.holders:
@@ -110,6 +112,7 @@ class Holdings:
             if block.cached:
                 self.tree.rested(block)
             else:
-                self.free.give(block)
+                dead.append(block)
+        self.free.give(dead)
         if not self.full:
             self.tree.prune()

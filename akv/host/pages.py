@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from akv.units import PageIndex
 from akv.values.scope import Scope
 
+#: Those of blocks in caches without window groups: one for all, since a list for each takes a tenth of a microsecond.
+_NO_WINDOWS: "list[WindowPage | None]" = []
+
 
 class WindowPage:
     """One page of a window group while anybody holds it, or while it rests with a block in the tree."""
@@ -39,7 +42,7 @@ class Block:
         #: The page in each layer group of full attention, in the order of the layout.
         self.pages = pages
         #: The page in each window group, None where there is none to be found. Only blocks in the tree have any.
-        self.windows: list[WindowPage | None] = [None] * windows
+        self.windows: list[WindowPage | None] = [None] * windows if windows else _NO_WINDOWS
         #: Sequences and holds that keep this block from being evicted or freed.
         self.holders = 0
         #: Names of its pages in quarantine: while there are any, the block is nobody's prefix (D2).
@@ -95,15 +98,21 @@ class FreePages:
 
     def take(self, blocks: int) -> list[Block]:
         """Make so many blocks. The caller has looked at `blocks` first: here are no half-taken blocks."""
-        return [Block(tuple(free.pop() for free in self._free), self._windows) for _ in range(blocks)]
+        if not self._free:
+            return [Block((), self._windows) for _ in range(blocks)]
+        columns = [free[: -blocks - 1 : -1] for free in self._free]
+        for free in self._free:
+            del free[len(free) - blocks :]
+        return [Block(pages, self._windows) for pages in zip(*columns, strict=True)]
 
-    def give(self, block: Block) -> None:
-        """Take a block's pages back, to be handed out next unless they are in quarantine. The block is dead."""
-        for at, page in enumerate(block.pages):
-            if page in self._named[at]:
-                self.withheld[at].add(page)
-            else:
-                self._free[at].append(page)
+    def give(self, blocks: Sequence[Block]) -> None:
+        """Take the pages of blocks back, to be handed out next unless they are in quarantine. The blocks are dead."""
+        for at, named in enumerate(self._named):
+            pages = [block.pages[at] for block in blocks]
+            if named:
+                self.withheld[at].update(page for page in pages if page in named)
+                pages = [page for page in pages if page not in named]
+            self._free[at].extend(pages)
 
     def withhold(self, at: int, page: PageIndex) -> None:
         """A page that somebody has is in quarantine: given back, it will not be free. `at`: which of these groups."""

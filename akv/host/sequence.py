@@ -66,7 +66,7 @@ class PagedSequence(Hold):
         quarantine: Quarantine,
         blocks: Blocks,
         scope: Scope,
-        encoded: bytes,
+        encoded: bytes | bytearray,
         matched: list[Block],
         begun: list[Block],
         local_tokens: int,
@@ -81,7 +81,8 @@ class PagedSequence(Hold):
         self._cut = blocks
         self._tokens_per_block = blocks.tokens_per_block
         self._scope = scope
-        self._encoded = bytearray(encoded)
+        #: Its own from here on.
+        self._encoded = encoded if isinstance(encoded, bytearray) else bytearray(encoded)
         self._reuse = reuse
         self._table = matched + fresh
         #: The tree's block for each whole block committed so far. Not always ours: when two sequences compute equal tokens

@@ -147,14 +147,17 @@ class SaveMarks:
 
     def _set(self, blocks: Iterable[int], state: BlockState) -> bool:
         """Set the state of these blocks and move the mark; whether there was any block."""
-        first_open: int | None = None
-        any_set = False
-        for block in blocks:
-            any_set = True
-            if block >= len(self._states):
-                self._states.extend(bytes(block + 1 - len(self._states)))
-            self._states[block] = state
-            if state in _OPEN and (first_open is None or block < first_open):
-                first_open = block
-        self._move_mark(self.mark if first_open is None else min(self.mark, first_open))
-        return any_set
+        chosen = set(blocks)
+        if chosen:
+            first, end = min(chosen), max(chosen) + 1
+            self._states.extend(bytes(max(0, end - len(self._states))))
+            if len(chosen) == end - first:
+                # One stretch, as a load's or a pass's blocks mostly are: of thousands, and the engine's loop waits.
+                self._states[first:end] = bytes([state]) * (end - first)
+            else:
+                for block in chosen:
+                    self._states[block] = state
+            if state in _OPEN:
+                self.mark = min(self.mark, first)
+        self._move_mark(self.mark)
+        return bool(chosen)

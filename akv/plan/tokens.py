@@ -19,6 +19,8 @@ _ENCODED_PLACEHOLDER = struct.pack("<q", PLACEHOLDER)
 #: The range of a token id (K1: the hash takes eight bytes for each).
 _INT64 = np.iinfo(np.int64)
 
+#: Bytes up to which they are searched as such.
+_SHORT_BYTES = 4096
 #: Tokens from which on it pays to have a whole list looked at in C.
 _LONG = 16
 
@@ -38,9 +40,7 @@ def encode_confirmed(tokens: Tokens, start: int) -> bytes | bytearray:
     whatever sequence really has that placeholder.
     """
     encoded = _encode_array(tokens, start) if isinstance(tokens, np.ndarray) else _encode_sequence(tokens, start)
-    # Almost every call has no placeholder, and most are one sampled token long: this search is far cheaper than numpy's calls.
-    # It may also match across two tokens, and then the exact search below finds nothing to take off.
-    return _without_tail(encoded, start) if _ENCODED_PLACEHOLDER in encoded else encoded
+    return _without_tail(encoded, start) if _may_have_placeholder(encoded) else encoded
 
 
 def first_difference(left: bytes | bytearray, right: bytes | bytearray) -> int | None:
@@ -49,6 +49,17 @@ def first_difference(left: bytes | bytearray, right: bytes | bytearray) -> int |
         return None
     differs = np.frombuffer(left, dtype="<i8") != np.frombuffer(right, dtype="<i8")
     return int(differs.argmax())
+
+
+def _may_have_placeholder(encoded: bytes | bytearray) -> bool:
+    """Almost no call has one, and most are one sampled token long: then a search of bytes is far cheaper than numpy's calls.
+
+    It may also match across two tokens, and then nothing is found to take off. A prompt of 100,000 tokens would be searched
+    for a quarter of a millisecond, fifteen times as long as numpy compares.
+    """
+    if len(encoded) <= _SHORT_BYTES:
+        return _ENCODED_PLACEHOLDER in encoded
+    return bool((np.frombuffer(encoded, dtype="<i8") == PLACEHOLDER).any())
 
 
 def _without_tail(encoded: bytes | bytearray, start: int) -> bytes | bytearray:

@@ -141,6 +141,20 @@ def test_K6_a_placeholder_before_a_confirmed_token_is_refused_by_position(
         encode_confirmed(before + [PLACEHOLDER] * run + after, 7)
 
 
+@pytest.mark.parametrize("as_array", [True, False])
+def test_K6_placeholders_of_a_long_prompt_are_found_too(as_array: bool) -> None:
+    prompt = list(range(5000))
+
+    def given_as(tokens: list[int]) -> Any:
+        return np.array(tokens) if as_array else tokens
+
+    assert encode_confirmed(given_as([*prompt, PLACEHOLDER, PLACEHOLDER]), 0) == expected(prompt)
+    with pytest.raises(TokenError, match="position 5000: a placeholder"):
+        encode_confirmed(given_as([*prompt, PLACEHOLDER, 1]), 0)
+    # Bytes of minus one that belong to two tokens.
+    assert encode_confirmed(given_as([*prompt, -(2**32), 2**32 - 1]), 0) == expected([*prompt, -(2**32), 2**32 - 1])
+
+
 def test_K6_bytes_of_minus_one_across_two_tokens_are_no_placeholder() -> None:
     straddling = [-(2**32), 2**32 - 1]
     assert b"\xff" * 8 in expected(straddling)
