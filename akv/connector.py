@@ -354,7 +354,8 @@ async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream:
             CallKind.PUT: settings.savers,
             CallKind.COPY: settings.loaders + settings.savers,
             CallKind.SNAPSHOT: 1,
-            CallKind.READ: settings.loaders,
+            # A stretch that a device copies keeps its place until the copy has ended; the next one is asked for meanwhile.
+            CallKind.READ: (2 if device.copies_behind_calls else 1) * settings.loaders,
             CallKind.DESCRIBE: settings.loaders,
             CallKind.MAP: 1,
         }

@@ -107,6 +107,7 @@ class Halves:
         entries.accept_load = self.worker.accept_load
         entries.accept_saves = self.worker.accept_saves
         entries.withdraw = self.worker.withdraw
+        entries.pass_begins = self.worker.pass_begins
         entries.plan_arrived = self.worker.plan_arrived
         entries.plan_dropped = self.worker.plan_dropped
         self.scheduler.no_cache = lambda: bool(self.latch.degraded)

@@ -31,6 +31,8 @@ class WorkerEntries:
     fence: Callable[[], PassEvent]
     accept_load: Callable[[LoadOrder, PassEvent], None]
     accept_saves: Callable[[Sequence[SaveOrder], PassEvent, dict[int, Snapshot]], None]
+    #: The engine has planned a pass, whatever it saves.
+    pass_begins: Callable[[], None]
     #: A plan asks for slots; it was dropped and gives them back.
     plan_arrived: Callable[[PassPlan], None]
     plan_dropped: Callable[[int], None]
@@ -89,6 +91,7 @@ class Passes:
         ordered = (*windows, *saves) if self._settings.window_first else (*saves, *windows)
         plan = PassPlan(plan_id=self._plans.next_id(), saves=ordered)
         self._plans.add(Planned(plan, tuple(parts)))
+        self._worker.pass_begins()
         if windows:
             self._worker.plan_arrived(plan)
         return plan

@@ -18,6 +18,7 @@ from akv.flow.calls import CallDesk
 from akv.flow.copying import report_load
 from akv.flow.gate import PoolGate
 from akv.flow.load import load
+from akv.flow.lull import Lulls
 from akv.flow.parts import WorkerParts
 from akv.flow.reads import DirectReads
 from akv.flow.save import save
@@ -56,9 +57,7 @@ SAVER_FAILED = "saver_failed"
 
 
 class WorkerHalf:
-    """One rank's pages. Made by `open_connector()`; every method but `open` and `drained` is synchronous and called on the
-    loop.
-    """
+    """One rank's pages. Made by `open_connector()`. Called on the loop; all but `open` and `drained` is synchronous."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class WorkerHalf:
             lease_s=settings.lease_s,
             probe_chunk=settings.probe_chunk,
             gate=gate,
-            reads=DirectReads(self._scout),
+            reads=DirectReads(self._scout, Lulls(useful=ports.device.copies_behind_calls)),
         )
         #: Those of a load or a save are taken when it begins, so a reset changes no name of what is under way (K8).
         self._loads = Lanes(self._parts.reservations.next)
@@ -155,6 +154,11 @@ class WorkerHalf:
             self.refuse_queued()
         else:
             self._loads.wake()
+
+    def pass_begins(self) -> None:
+        """The engine has planned a pass, whatever it saves."""
+        if self._parts.reads is not None:
+            self._parts.reads.lulls.pass_begins()
 
     def plan_arrived(self, plan: PassPlan) -> None:
         """A pass is planned: ask for the slots of its window pages (S4)."""

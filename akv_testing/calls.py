@@ -30,7 +30,7 @@ DEFAULT_LIMITS: Mapping[CallKind, int] = {
     CallKind.PUT: 1,
     CallKind.COPY: 3,
     CallKind.SNAPSHOT: 1,
-    CallKind.READ: 2,
+    CallKind.READ: 4,
     CallKind.DESCRIBE: 2,
     CallKind.MAP: 1,
 }

@@ -98,3 +98,21 @@ class CopyScript:
                 line.apply(work)
 
         return apply
+
+
+def failing_with(previous: Work | None, apply: Callable[[Work], None]) -> Callable[[Work], None]:
+    """What is done to a copy whose event tells of the one before it, too."""
+    if previous is None:
+        return apply
+
+    def apply_both(work: Work) -> None:
+        apply(work)
+        end = work.at_end
+
+        def at_end() -> None:
+            work.error = work.error or previous.error
+            end()
+
+        work.at_end = at_end
+
+    return apply_both

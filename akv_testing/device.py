@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from akv.errors import NotOpenError
-from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
+from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent, Source
 from akv.ports.segments import SegmentFile
 from akv.values.layout import Layout
-from akv_testing.copy_script import CopyKind, CopyRecord, CopyScript
+from akv_testing.copy_script import CopyKind, CopyRecord, CopyScript, failing_with
 from akv_testing.errors import MisuseError
 from akv_testing.memory import FakeDeviceBuffer, FakeHostBuffer, FakePageBuffer, Piece
 from akv_testing.races import Actors
@@ -84,6 +84,11 @@ class FakeDevice:
         return tuple(len(pages.rows) for pages in self._pages)
 
     @property
+    def copies_behind_calls(self) -> bool:
+        """As the port says: a copy's bytes move when it ends."""
+        return True
+
+    @property
     def busy(self) -> int:
         """Copies that are queued or running at this moment."""
         return len(self._timeline.pending("gather", "scatter", "snapshot", "carry"))
@@ -123,7 +128,7 @@ class FakeDevice:
         after: PassEvent,
     ) -> FakeEvent:
         """As the port says. Raises UnorderedAccess unless it is ordered behind the last write of each page and piece."""
-        return self._copy("gather", stream, group, pages, buffer, offsets, after)
+        return self._copy("gather", stream, group, [Source(pages, buffer, offsets)], after)
 
     def scatter(
         self,
@@ -135,7 +140,11 @@ class FakeDevice:
         after: PassEvent,
     ) -> FakeEvent:
         """As the port says. Raises UnorderedAccess unless it is ordered behind every access of each page."""
-        return self._copy("scatter", stream, group, pages, buffer, offsets, after)
+        return self._copy("scatter", stream, group, [Source(pages, buffer, offsets)], after)
+
+    def scatter_from(self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> FakeEvent:
+        """As the port says, and as `scatter`. To the script, and on record, each source is a copy of its own."""
+        return self._copy("scatter", stream, group, sources, after)
 
     def device_buffer(self, nbytes: int) -> FakeDeviceBuffer | None:
         """As the port says. What was taken stays taken: `device_bytes` is for all buffers that there ever were."""
@@ -258,28 +267,31 @@ class FakeDevice:
         """Bytes for one page of a group, different for each seed, and nowhere periodic."""
         return np.random.default_rng(seed).integers(0, 256, self._pages[group].rows.shape[1], dtype=np.uint8).tobytes()
 
-    def _copy(
-        self,
-        kind: CopyKind,
-        stream: CopyStream,
-        group: int,
-        pages: Sequence[int],
-        buffer: HostBuffer,
-        offsets: Sequence[int],
-        after: PassEvent,
-    ) -> FakeEvent:
+    def _copy(self, kind: CopyKind, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> FakeEvent:
         self._check_open()
-        copier, memory = self._own_memory(kind, stream, buffer)
-        fence = self._own(after)
-        self._check_copy(kind, group, pages, memory, offsets)
+        fence, all_pages = self._own(after), [page for source in sources for page in source.pages]
+        if kind == "scatter" and len(set(all_pages)) < len(all_pages):
+            raise MisuseError(f"{kind}: two of its copies write the same place")
+        # All that may be refused before anything is queued.
+        copies = [(source, *self._checked_copy(kind, stream, group, source)) for source in sources]
+        previous: Work | None = None
+        for (pages, _, offsets), copier, memory, scripted in copies:
+            self.copies.append(CopyRecord(kind, stream.name, group, tuple(pages), tuple(offsets), self._now()))
+            in_cache, in_memory = self._page_pieces(group, pages), self._memory_pieces(group, memory, offsets)
+            origins, targets = (in_memory, in_cache) if kind == "scatter" else (in_cache, in_memory)
+            # The event is the last one's, and tells of all.
+            previous = self._move(kind, copier, origins, targets, failing_with(previous, scripted), fence)
+        return self._event(copies[-1][1])
+
+    def _checked_copy(
+        self, kind: CopyKind, stream: CopyStream, group: int, source: Source
+    ) -> tuple[FakeStream, FakeHostBuffer, Callable[[Work], None]]:
+        copier, memory = self._own_memory(kind, stream, source.buffer)
+        self._check_copy(kind, group, source.pages, memory, source.offsets)
         scripted = self.script.next_copy(kind)
         if isinstance(memory, FakeSegmentBuffer):
-            scripted = memory.watched(scripted, offsets, self.layout.groups[group].bytes_per_page)
-        self.copies.append(CopyRecord(kind, stream.name, group, tuple(pages), tuple(offsets), self._now()))
-        in_cache, in_memory = self._page_pieces(group, pages), self._memory_pieces(group, memory, offsets)
-        sources, targets = (in_memory, in_cache) if kind == "scatter" else (in_cache, in_memory)
-        self._move(kind, copier, sources, targets, scripted, fence)
-        return self._event(copier)
+            scripted = memory.watched(scripted, source.offsets, self.layout.groups[group].bytes_per_page)
+        return copier, memory, scripted
 
     def _move(
         self,

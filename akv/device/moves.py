@@ -5,12 +5,14 @@ from math import gcd
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from akv.device.caches import GroupCache
 from akv.device.spans import RowNumbers, exchange
 from akv.device.words import WIDEST, WORDS
 from akv.errors import EngineContractError
+from akv.ports.device import Source
 
 #: The most elements of one indexed copy on a CPU. From 32,768 on (its grain size) torch splits an operation among its OpenMP
 #: threads, which wait for each other: beside other work on the same cores, such as a forward pass, that was measured 10 to 40
@@ -21,6 +23,10 @@ CPU_PIECE = 32_767
 Indices: TypeAlias = torch.Tensor | RowNumbers
 
 
+#: Pages, the bytes of the buffer that they lie in, and where each does.
+_Places: TypeAlias = tuple[Sequence[int], int, Sequence[int]]
+
+
 def in_slot_order(
     group: int, cache: GroupCache, pages: Sequence[int], nbytes: int, offsets: Sequence[int], *, to_host: bool
 ) -> tuple[torch.Tensor, list[int]]:
@@ -29,23 +35,78 @@ def in_slot_order(
     `nbytes`: of the buffer that the slots are in. Raises EngineContractError for a page that the cache does not have or that
     would be written twice, ValueError for slots that do not fit.
     """
-    index = np.asarray(pages, dtype=np.int64)
-    slots = np.asarray(offsets, dtype=np.int64)
-    if index.shape != slots.shape:
-        raise ValueError(f"{index.size} pages and {slots.size} offsets: there is one slot per page")
+    index, slots = _checked(group, cache, [(pages, nbytes, offsets)], to_host=to_host)
+    return _by_slot(cache, index, slots, to_host=to_host)
+
+
+def in_order_of_each(
+    group: int, cache: GroupCache, sources: Sequence[Source], *, to_host: bool
+) -> list[tuple[torch.Tensor, list[int]]]:
+    """As `in_slot_order`, of each of several buffers. No page may be written twice by all of them."""
+    index, slots = _checked(
+        group, cache, [(each.pages, each.buffer.nbytes, each.offsets) for each in sources], to_host=to_host
+    )
+    found, begin = [], 0
+    for each in sources:
+        end = begin + len(each.pages)
+        found.append(_by_slot(cache, index[begin:end], slots[begin:end], to_host=to_host))
+        begin = end
+    return found
+
+
+def places_of(
+    group: int, cache: GroupCache, sources: Sequence[Source], *, to_host: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The pages of several buffers, and the address of each, in their order; after the checks of `in_slot_order`."""
+    index, slots = _checked(
+        group, cache, [(each.pages, each.buffer.nbytes, each.offsets) for each in sources], to_host=to_host
+    )
+    begins = [each.buffer.address for each in sources]
+    addresses = slots + np.repeat(np.asarray(begins, dtype=np.int64), [len(each.pages) for each in sources])
+    if to_host:
+        _refuse_overlaps(cache, np.sort(addresses))
+    return index, addresses
+
+
+def _places(sources: Sequence[Source]) -> list[_Places]:
+    return [(each.pages, each.buffer.nbytes, each.offsets) for each in sources]
+
+
+def _checked(
+    group: int, cache: GroupCache, sources: Sequence[_Places], *, to_host: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pages and offsets of all sources."""
+    for pages, _, offsets in sources:
+        if len(pages) != len(offsets):
+            raise ValueError(f"{len(pages)} pages and {len(offsets)} offsets: there is one slot per page")
+    index = np.concatenate([np.asarray(pages, dtype=np.int64) for pages, _, _ in sources])
+    slots = np.concatenate([np.asarray(offsets, dtype=np.int64) for _, _, offsets in sources])
     strangers = index[(index < 0) | (index >= cache.page_count)]
     if strangers.size:
         raise EngineContractError(f"layer group {group} has no page {strangers[0]}: its cache has {cache.page_count} pages")
     if not to_host and np.unique(index).size != index.size:
         raise EngineContractError(f"layer group {group}: two loads into one page, of which only one could survive")
-    outside = slots[(slots < 0) | (slots > nbytes - cache.bytes_per_page)]
+    room = np.repeat(np.array([nbytes for _, nbytes, _ in sources], dtype=np.int64), [len(pages) for pages, _, _ in sources])
+    (outside,) = np.nonzero((slots < 0) | (slots > room - cache.bytes_per_page))
     if outside.size:
-        raise ValueError(f"a page of {cache.bytes_per_page} bytes does not fit at {outside[0]} of {nbytes} bytes")
+        at = outside[0]
+        raise ValueError(f"a page of {cache.bytes_per_page} bytes does not fit at {slots[at]} of {room[at]} bytes")
+    return index, slots
+
+
+def _by_slot(
+    cache: GroupCache, index: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, to_host: bool
+) -> tuple[torch.Tensor, list[int]]:
     order = np.argsort(slots, kind="stable")
     index, slots = index[order], slots[order]
-    if to_host and (np.diff(slots) < cache.bytes_per_page).any():
-        raise ValueError("slots overlap: one page would overwrite another")
+    if to_host:
+        _refuse_overlaps(cache, slots)
     return torch.from_numpy(index), slots.tolist()
+
+
+def _refuse_overlaps(cache: GroupCache, ascending: npt.NDArray[np.int64]) -> None:
+    if (np.diff(ascending) < cache.bytes_per_page).any():
+        raise ValueError("slots overlap: one page would overwrite another")
 
 
 def _runs(slots: Sequence[int], page_bytes: int, *, gaps: bool) -> Iterator[tuple[int, int, int]]:

@@ -10,9 +10,10 @@ has 0.93 to 0.96. Kernels that stream weights took 9 % longer beside the latter,
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from akv.device.spans import Placed
@@ -23,6 +24,10 @@ LEAST_COPY = 256 << 10
 #: The longest way from one row to the next that CUDA takes, in bytes.
 _LONGEST_PITCH = 2**31 - 1
 _HOST, _DEVICE = 1, 2
+
+
+#: Pages, or where they begin.
+Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Strip(NamedTuple):
@@ -42,14 +47,12 @@ class Strip(NamedTuple):
     memory: int = 0
 
 
-class Rectangle(NamedTuple):
-    """One copy: `height` rows of `width` bytes."""
-
-    device: int
-    device_pitch: int
-    host: int
-    width: int
-    height: int
+#: CUDA_MEMCPY2D of the driver's interface: source, target, width and height.
+_SIDE = (("x", "u8"), ("y", "u8"), ("type", "i4"), ("host", "u8"), ("device", "u8"), ("array", "u8"), ("pitch", "u8"))
+_COPY_2D = np.dtype(
+    [(f"{side}_{name}", kind) for side in ("src", "dst") for name, kind in _SIDE] + [("width", "u8"), ("height", "u8")],
+    align=True,
+)
 
 
 def strips_of(regions: Sequence[Placed]) -> tuple[Strip, ...]:
@@ -66,28 +69,37 @@ def strips_of(regions: Sequence[Placed]) -> tuple[Strip, ...]:
     return tuple(found) if worth_it else ()
 
 
-def rectangles(strips: Sequence[Strip], pages: Sequence[int], hosts: Sequence[int]) -> Iterator[Rectangle]:
-    """The copies of some pages. `hosts`: the address of each page's slot."""
-    for page, host in zip(pages, hosts, strict=True):
-        for strip in strips:
-            pitch = strip.apart or strip.width
-            yield Rectangle(strip.begin + page * strip.page_pitch, pitch, host + strip.start, strip.width, strip.height)
+def rectangles(strips: Sequence[Strip], pages: Numbers, hosts: Numbers, *, to_host: bool) -> npt.NDArray[np.void]:
+    """The copies of some pages, as the driver takes their descriptions. `hosts`: the address of each page's slot.
+
+    All at once: each in turn is 4 us of Python with the interpreter lock held, and a load has thousands.
+    """
+    work = np.zeros((len(pages), len(strips)), dtype=_COPY_2D)
+    on_device, on_host = ("src", "dst") if to_host else ("dst", "src")
+    begin, pitch, start, width, height, apart, _ = np.array(strips, dtype=np.int64).T
+    work[f"{on_device}_type"], work[f"{on_host}_type"] = _DEVICE, _HOST
+    work[f"{on_device}_device"] = begin + np.asarray(pages, dtype=np.int64)[:, None] * pitch
+    work[f"{on_device}_pitch"] = np.where(apart, apart, width)
+    work[f"{on_host}_host"] = np.asarray(hosts, dtype=np.int64)[:, None] + start
+    work[f"{on_host}_pitch"] = work["width"] = width
+    work["height"] = height
+    return work.ravel()
 
 
-def copy_strips(
-    strips: Sequence[Strip], pages: Sequence[int], host: torch.Tensor, slots: Sequence[int], *, to_host: bool
-) -> None:
-    """Queue the copies between pages and slots of pinned host memory on the current stream. Raises RuntimeError."""
+def copy_strips(strips: Sequence[Strip], pages: Numbers, hosts: Numbers, *, to_host: bool) -> None:
+    """Queue the copies between pages and slots of pinned host memory, at these addresses, on the current stream. Raises
+    RuntimeError.
+    """
     stream = torch.cuda.current_stream(torch.cuda.current_device())
     stream.query()  # makes the device's context this thread's, which the driver asks for
-    copy_2d, handle, begin = _driver().cuMemcpy2DAsync_v2, ctypes.c_void_p(stream.cuda_stream), host.data_ptr()
-    for piece in rectangles(strips, pages, [begin + slot for slot in slots]):
-        # The driver reads the description before it returns. Another thread may run Python meanwhile.
-        status = copy_2d(ctypes.byref(_description(piece, to_host=to_host)), handle)
+    copy_2d, handle = _driver().cuMemcpy2DAsync_v2, stream.cuda_stream
+    work = rectangles(strips, pages, hosts, to_host=to_host)
+    for number, description in enumerate(_addresses(work)):
+        # The driver reads it before it returns. Another thread may run Python meanwhile.
+        status = copy_2d(description, handle)
         if status != 0:
-            raise RuntimeError(
-                f"CUDA cannot queue a copy of {piece.height} rows of {piece.width} bytes (driver status {status})"
-            )
+            width, height = work[["width", "height"]][number]
+            raise RuntimeError(f"CUDA cannot queue a copy of {height} rows of {width} bytes (driver status {status})")
 
 
 def usable(strips: tuple[Strip, ...], page_count: int, device: torch.device) -> tuple[Strip, ...]:
@@ -105,32 +117,23 @@ def usable(strips: tuple[Strip, ...], page_count: int, device: torch.device) -> 
     room = np.empty(sum(strip.width * strip.height for strip in strips), dtype=np.uint8)
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).query()  # as above
-        tried = rectangles(strips, [0, page_count - 1], [room.ctypes.data] * 2)
-        return strips if all(copy_2d(ctypes.byref(_description(piece, to_host=True))) == 0 for piece in tried) else ()
+        tried = rectangles(strips, [0, page_count - 1], [room.ctypes.data] * 2, to_host=True)
+        return strips if all(copy_2d(description) == 0 for description in _addresses(tried)) else ()
+
+
+def _addresses(work: npt.NDArray[np.void]) -> range:
+    """Where each description lies, as long as `work` lives."""
+    begin = work.ctypes.data
+    return range(begin, begin + work.nbytes, work.itemsize)
 
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of the driver's interface: source, target, width and height."""
-
-    _fields_ = (
-        *(("src_x", ctypes.c_size_t), ("src_y", ctypes.c_size_t), ("src_type", ctypes.c_int), ("src_host", ctypes.c_void_p)),
-        *(("src_device", ctypes.c_uint64), ("src_array", ctypes.c_void_p), ("src_pitch", ctypes.c_size_t)),
-        *(("dst_x", ctypes.c_size_t), ("dst_y", ctypes.c_size_t), ("dst_type", ctypes.c_int), ("dst_host", ctypes.c_void_p)),
-        *(("dst_device", ctypes.c_uint64), ("dst_array", ctypes.c_void_p), ("dst_pitch", ctypes.c_size_t)),
-        *(("width", ctypes.c_size_t), ("height", ctypes.c_size_t)),
-    )
-
-
-def _description(piece: Rectangle, *, to_host: bool) -> _Copy2D:
-    on_host = (0, 0, _HOST, piece.host, 0, None, piece.width)
-    on_device = (0, 0, _DEVICE, None, piece.device, None, piece.device_pitch)
-    source, target = (on_device, on_host) if to_host else (on_host, on_device)
-    return _Copy2D(*source, *target, piece.width, piece.height)
+    driver = ctypes.CDLL("libcuda.so.1")
+    # Plain numbers: objects around them take longer to make than the driver takes for a copy.
+    driver.cuMemcpy2D_v2.argtypes = (ctypes.c_void_p,)
+    driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return driver
 
 
 def _touching(strip: Strip, piece: Strip) -> Strip | None:

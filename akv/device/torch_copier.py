@@ -10,19 +10,20 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from akv.device.caches import GroupCache, take_caches
 from akv.device.device_memory import TorchDeviceBuffer
 from akv.device.host_memory import TorchBuffer
 from akv.device.host_pages import host_regions
-from akv.device.moves import in_slot_order, indices, move_directly, move_on
+from akv.device.moves import in_order_of_each, in_slot_order, indices, move_directly, move_on, places_of
 from akv.device.scratch import Scratch
 from akv.device.segment_memory import TorchSegment, fill_pages, map_segment
 from akv.device.streams import TorchEvent, TorchStream, execution_stream, leaving_nothing_behind, wait
 from akv.device.strips import copy_strips
 from akv.errors import DeviceError, NotOpenError
-from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent
+from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, HostRegion, PassEvent, Source
 from akv.ports.segments import SegmentFile
 from akv.values.layout import Layout
 
@@ -66,6 +67,11 @@ class TorchCopier:
         """Pages in each layer group's cache, in the order of the layout."""
         return self._page_counts
 
+    @property
+    def copies_behind_calls(self) -> bool:
+        """On CUDA."""
+        return self._device.type != "cpu"
+
     def host_buffer(self, nbytes: int) -> TorchBuffer:
         """Allocate staging memory, page-aligned, uninitialised, pinned for CUDA. Blocks. Raises MemoryError."""
         self._check_open()
@@ -106,7 +112,7 @@ class TorchCopier:
 
         Raises EngineContractError for a page that the cache does not have, ValueError for slots that do not fit.
         """
-        return self._move(stream, group, pages, buffer, offsets, after, to_host=True)
+        return self._move(stream, group, [Source(pages, buffer, offsets)], after, to_host=True)
 
     def scatter(
         self,
@@ -122,7 +128,11 @@ class TorchCopier:
         Raises EngineContractError for a page that the cache does not have or that is named twice, ValueError for slots that do
         not fit.
         """
-        return self._move(stream, group, pages, buffer, offsets, after, to_host=False)
+        return self._move(stream, group, [Source(pages, buffer, offsets)], after, to_host=False)
+
+    def scatter_from(self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> TorchEvent:
+        """As `scatter`, from several buffers, on which the same conditions are."""
+        return self._move(stream, group, sources, after, to_host=False)
 
     def host_region(self, group: int) -> HostRegion | None:
         """The group's pages in the cache's own memory: on a CPU, if every page is one piece. On CUDA None.
@@ -157,7 +167,7 @@ class TorchCopier:
         Raises EngineContractError for a page that the cache does not have, ValueError for slots that do not fit.
         """
         self._check_open()
-        torch_stream, memory = _own(stream, buffer)
+        torch_stream, (memory,) = _own(stream, [buffer])
         cache, execution = self._groups[group], self._execution
         index, slots = in_slot_order(group, cache, pages, memory.nbytes, offsets, to_host=True)
         if execution is None:
@@ -204,30 +214,29 @@ class TorchCopier:
             raise NotOpenError("the device is closed: its connector has ended")
 
     def _move(
-        self,
-        stream: CopyStream,
-        group: int,
-        pages: Sequence[int],
-        buffer: HostBuffer,
-        offsets: Sequence[int],
-        after: PassEvent,
-        *,
-        to_host: bool,
+        self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent, *, to_host: bool
     ) -> TorchEvent:
+        """Between pages and buffers: `sources` says of a gather where its pages go."""
         self._check_open()
-        torch_stream, memory = _own(stream, buffer, read_only=not to_host)
+        torch_stream, memories = _own(stream, [source.buffer for source in sources], read_only=not to_host)
         cache = self._groups[group]
-        index, slots = in_slot_order(group, cache, pages, memory.nbytes, offsets, to_host=to_host)
+        strips = cache.strips if torch_stream.scratch is not None else ()
+        # Rectangles need no order, and so all of them at once.
+        rectangles = [places_of(group, cache, sources, to_host=to_host)] if strips else []
+        ordered = [] if strips else in_order_of_each(group, cache, sources, to_host=to_host)
         with torch_stream.lock, torch.inference_mode(), torch_stream.entered():
             wait(torch_stream.cuda, after)
             with leaving_nothing_behind(stream.name, torch_stream.cuda):
-                if isinstance(memory, TorchSegment) and torch_stream.cuda is None:
-                    fill_pages(memory, cache, index.tolist(), slots)
-                elif torch_stream.scratch is None:
-                    move_directly(cache, index, slots, memory.tensor, to_host=to_host)
-                else:
-                    _move_pinned(torch_stream.scratch, cache, index, slots, memory.tensor, to_host=to_host)
-                return torch_stream.record(holds=memory)
+                for pages, addresses in rectangles:
+                    copy_strips(strips, pages, addresses, to_host=to_host)
+                for memory, (index, slots) in zip(memories, ordered, strict=False):
+                    if isinstance(memory, TorchSegment) and torch_stream.cuda is None:
+                        fill_pages(memory, cache, index.tolist(), slots)
+                    elif torch_stream.scratch is None:
+                        move_directly(cache, index, slots, memory.tensor, to_host=to_host)
+                    else:
+                        torch_stream.scratch.move(cache, index, slots, memory.tensor, to_host=to_host)
+                return torch_stream.record(holds=memories)
 
 
 def _move_pinned(
@@ -235,14 +244,18 @@ def _move_pinned(
 ) -> None:
     """Between pages on CUDA and pinned host memory, in the order of the current stream."""
     if cache.strips:
-        copy_strips(cache.strips, pages.tolist(), host, slots, to_host=to_host)
+        addresses = np.asarray(slots, dtype=np.int64) + host.data_ptr()
+        copy_strips(cache.strips, pages.numpy(), addresses, to_host=to_host)
     else:
         scratch.move(cache, pages, slots, host, to_host=to_host)
 
 
-def _own(stream: CopyStream, buffer: HostBuffer, *, read_only: bool = False) -> tuple[TorchStream, TorchBuffer | TorchSegment]:
-    """`read_only`: the buffer is not written, so that it may be a segment."""
+def _own(
+    stream: CopyStream, buffers: Sequence[HostBuffer], *, read_only: bool = False
+) -> tuple[TorchStream, list[TorchBuffer | TorchSegment]]:
+    """`read_only`: the buffers are not written, so that they may be segments."""
     kinds = (TorchBuffer, TorchSegment) if read_only else (TorchBuffer,)
-    if not isinstance(stream, TorchStream) or not isinstance(buffer, kinds):
+    own = [buffer for buffer in buffers if isinstance(buffer, kinds)]
+    if not isinstance(stream, TorchStream) or len(own) < len(buffers):
         raise TypeError("streams and host buffers of another device cannot be used here")
-    return stream, buffer
+    return stream, own

@@ -9,8 +9,9 @@ from anyio import Event
 from akv.flow.overlap import Overlap
 from akv.plan.batching import Batch
 
-#: Reads what it can of a stretch, and returns the rest; None if the load gets no further.
-Read: TypeAlias = Callable[[Sequence[Batch]], Awaitable[Sequence[Batch] | None]]
+#: Reads what it can of a stretch, and returns the rest; None if the load gets no further. Once what it copies is on its way it
+#: waits for its turn among the stretches.
+Read: TypeAlias = Callable[[Sequence[Batch], Callable[[], Awaitable[None]]], Awaitable[Sequence[Batch] | None]]
 
 
 class ReadAhead:
@@ -30,7 +31,7 @@ class ReadAhead:
         **Cancellation:** what was begun is the transfer's, and ends with it.
         """
         if len(self._stretches) == 1:
-            return await self._read(self._stretches[0])
+            return await self._read(self._stretches[0], partial(self._turn, 0))
         for begun in range(len(self._over), min(number + 2, len(self._stretches))):
             self._over.append(Event())
             self._transfer.beside(partial(self._begin, begun))
@@ -38,5 +39,12 @@ class ReadAhead:
         return self._rests[number]
 
     async def _begin(self, number: int) -> None:
-        self._rests[number] = await self._read(self._stretches[number])
+        self._rests[number] = await self._read(self._stretches[number], partial(self._turn, number))
         self._over[number].set()
+
+    async def _turn(self, number: int) -> None:
+        """Wait until the stretch before this one is on its way. Two that were asked for at once may be answered in any order;
+        whoever waited for the later one's copy first would not ask for the next one meanwhile.
+        """
+        if number:
+            await self._over[number - 1].wait()

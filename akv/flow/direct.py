@@ -24,7 +24,7 @@ from akv.ownership.segments import Mapped
 from akv.plan.batching import Batch, selected
 from akv.plan.direct import Staged, Translation, in_time, moved, translate
 from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import CopyStream, PassEvent
+from akv.ports.device import CopyStream, PassEvent, Source
 from akv.values.segments import Replica
 
 
@@ -64,13 +64,22 @@ class DirectRead:
     """
 
     def __init__(
-        self, parts: WorkerParts, reads: DirectReads, stream: CopyStream, record: LoadRecord, batches: Sequence[Batch]
+        self,
+        parts: WorkerParts,
+        reads: DirectReads,
+        stream: CopyStream,
+        record: LoadRecord,
+        batches: Sequence[Batch],
+        *,
+        patient: bool,
     ) -> None:
+        """`patient`: its calls wait for lulls between the engine's steps: it is one stretch of many."""
         self._parts = parts
         self._reads = reads
         self._stream = stream
         self._record = record
         self._batches = batches
+        self._patient = patient
         self._names = [parts.keys.keys(batch.group, batch.hashes) for batch in batches]
         # What the loop knows now: it may change there while the call runs.
         self._known = reads.segments.by_endpoint
@@ -81,6 +90,8 @@ class DirectRead:
         #: What the call leaves behind.
         self._first: _Answer | None = None
         self._found: list[Translation] = []
+        #: Batch and place in it of each page that is copied, in the order of the second query.
+        self._places: list[tuple[int, int]] = []
         self._events: list[PassEvent] = []
         self._second: _Answer | None = None
 
@@ -91,6 +102,8 @@ class DirectRead:
         **Cancellation:** the query goes on and touches nothing; a copy that has begun keeps pages and memory until its end.
         """
         size = CallSize(sum(len(batch.pages) for batch in self._batches))
+        if self._patient:
+            await self._reads.lulls.wait()
         self._record.asking += 1
         queued = await self._parts.desk.queue(CallKind.READ, self._call, size, None, begin=self._begins, end=self._ends)
         self._record.asking -= 1
@@ -113,7 +126,7 @@ class DirectRead:
     @property
     def copies(self) -> bool:
         """Whether something is copied, which is to be waited for, and confirmed."""
-        return any(found.pieces for found in self._found)
+        return bool(self._places)
 
     @property
     def over(self) -> bool:
@@ -146,7 +159,9 @@ class DirectRead:
             return
         answer = self._second
         if answer is None:
-            answer = await self._parts.desk.run(CallKind.DESCRIBE, self._ask_again, CallSize(len(self._places())))
+            if self._patient:
+                await self._reads.lulls.wait()
+            answer = await self._parts.desk.run(CallKind.DESCRIBE, self._ask_again, CallSize(len(self._places)))
         # An owner may have ended since: what it held stays as it was while it is mapped here.
         changed = [key for key, bad in answer.bad.items() if bad is Staged.REFUSED]
         for segment_id in changed:
@@ -154,11 +169,10 @@ class DirectRead:
         if changed:
             self._fail("segment_changed", *self._places_in(changed[0])[0])
             return
-        places = self._places()
-        before = [self._first.replicas[batch][index] for batch, index in places]
+        before = [self._first.replicas[batch][index] for batch, index in self._places]
         at = moved(before, [replica for replicas in answer.replicas for replica in replicas])
         if at is not None:
-            self._fail("moved", *places[at])
+            self._fail("moved", *self._places[at])
             return
         for batch, found in zip(self._batches, self._found, strict=True):
             pages = sum(len(pieces.indices) for pieces in found.pieces)
@@ -202,7 +216,10 @@ class DirectRead:
         # The owners are asked behind the pool, because while one lives nobody else has its endpoint and its addresses.
         self._found = self._translated(replicas, bad) if bad else found
         self._first = _Answer(replicas, bad)
-        if self.copies and self._permit.begin():
+        self._places = [
+            (number, index) for number, each in enumerate(self._found) for pieces in each.pieces for index in pieces.indices
+        ]
+        if self._places and self._permit.begin():
             self._copy()
         together = _Together(self._events)
         if self._events and together.query():
@@ -212,19 +229,21 @@ class DirectRead:
 
     def _copy(self) -> None:
         for batch, found in zip(self._batches, self._found, strict=True):
-            for pieces in found.pieces:
-                pages = [batch.pages[index] for index in pieces.indices]
-                memory = self._mapped[pieces.segment_id].memory
-                event = self._parts.device.scatter(
-                    self._stream, batch.group, pages, memory, pieces.offsets, self._record.fence
+            sources = [
+                Source(
+                    [batch.pages[index] for index in pieces.indices],
+                    self._mapped[pieces.segment_id].memory,
+                    pieces.offsets,
                 )
-                self._events.append(event)
+                for pieces in found.pieces
+            ]
+            if sources:
+                self._events.append(self._parts.device.scatter_from(self._stream, batch.group, sources, self._record.fence))
 
     def _ask_again(self) -> _Answer:
-        names = [
-            [self._names[batch][index] for batch, index in self._places() if batch == number]
-            for number in range(len(self._names))
-        ]
+        names: list[list[str]] = [[] for _ in self._names]
+        for batch, index in self._places:
+            names[batch].append(self._names[batch][index])
         return _Answer(self._ask(names), self._faults(self._found))
 
     def _ask(self, names: Sequence[Sequence[str]]) -> list[Sequence[Replica | None]]:
@@ -250,12 +269,6 @@ class DirectRead:
 
     # The following are the load's own arithmetic.
 
-    def _places(self) -> list[tuple[int, int]]:
-        """Batch and place in it of each page that is copied, in the order of the second query."""
-        return [
-            (number, index) for number, found in enumerate(self._found) for pieces in found.pieces for index in pieces.indices
-        ]
-
     def _places_in(self, segment_id: str) -> list[tuple[int, int]]:
         return [
             (number, index)
@@ -267,7 +280,7 @@ class DirectRead:
 
     def _fail(self, reason: str, batch: int | None = None, index: int = 0) -> None:
         if batch is None:
-            batch, index = self._places()[0]
+            batch, index = self._places[0]
         report_load(self._parts, self._parts.reservations.fail(self._record, self._names[batch][index], reason))
 
 

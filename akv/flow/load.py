@@ -6,7 +6,7 @@ batch and the store call of the next overlap. Where the store can reach the page
 What lies in a segment of this host is read from there, and the rest of its batch in one of these ways (R1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from anyio import current_time, move_on_after
@@ -21,13 +21,18 @@ from akv.flow.reads import DirectReads
 from akv.flow.staging import Staging
 from akv.ownership.reservations import LoadRecord
 from akv.ownership.slots import SlotTicket
-from akv.plan.batching import Batch, split_batches, split_stretches
+from akv.plan.batching import Batch, blocks_at_a_time, split_batches, split_stretches
 from akv.plan.breaker import NOT_ASKED, Waited
 from akv.ports.calls import CallKind
 from akv.ports.device import CopyStream, HostRegion
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.values.messages import BadPage
 
+#: Pages and bytes of a stretch that is read in place beside decoding, while a device copies the one before it: these bytes
+#: take 10 ms on a bus of 55 GB/s, and to ask for 64 pages takes 2. Seen beside steps of 7.8 ms on an H200: with stretches of
+#: 512 pages, 4 GiB, their 99th percentile was 48 % above that of steps alone.
+MOST_PAGES_AT_A_TIME = 128
+MOST_BYTES_AT_A_TIME = 512 << 20
 #: The pool has no such value, or not any more: what is damaged has been removed. So a put can bring it back.
 _GONE = frozenset({KeyState.MISSING, KeyState.DAMAGED})
 
@@ -73,7 +78,9 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
     async with overlapping(staging) as transfer:
         ahead = None
         if parts.reads is not None:
-            ahead = ReadAhead(partial(_read_directly, parts, parts.reads, stream, record, transfer), stretches, transfer)
+            patient = len(stretches) > 1
+            read = partial(_read_directly, parts, parts.reads, stream, record, transfer, patient)
+            ahead = ReadAhead(read, stretches, transfer)
         for number, stretch in enumerate(stretches):
             rest = stretch if ahead is None else await ahead.rest(number)
             for batch in () if not rest else split_batches(rest, staging.batch):
@@ -85,12 +92,16 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
 
 def _stretch(parts: WorkerParts, staging: Staging, record: LoadRecord) -> int:
     """Blocks that are moved together at most. Pages that no slot is needed for come in more: each query costs the time that
-    tens of megabytes take to copy.
+    tens of megabytes take to copy. But beside decoding in fewer: what calls do for each page takes the interpreter lock, which
+    the engine's next step needs.
     """
-    reads = parts.reads
+    reads, groups = parts.reads, record.order.groups
     if reads is None or not reads.segments.all_mapped:
         return staging.batch
-    return max(staging.batch, parts.probe_chunk // len(record.order.groups))
+    if not reads.lulls.matter:
+        return max(staging.batch, parts.probe_chunk // len(groups))
+    pages = min(parts.probe_chunk, MOST_PAGES_AT_A_TIME)
+    return max(staging.batch, blocks_at_a_time(groups, parts.page_bytes, pages, MOST_BYTES_AT_A_TIME))
 
 
 async def _read_directly(
@@ -99,10 +110,12 @@ async def _read_directly(
     stream: CopyStream,
     record: LoadRecord,
     transfer: Overlap,
+    patient: bool,
     stretch: Sequence[Batch],
+    turn: Callable[[], Awaitable[None]],
 ) -> Sequence[Batch] | None:
     """Have those pages of a stretch copied that lie in segments of this host. Returns the others; None, with a verdict passed,
-    if the load gets no further.
+    if the load gets no further. `turn` returns when the copies of the stretches before it are on their way.
     """
     off = reads.why_none()
     if off is not None:
@@ -111,7 +124,7 @@ async def _read_directly(
         return stretch
     if record.verdict is not None or not _may_ask(parts, record):
         return None
-    reading = DirectRead(parts, reads, stream, record, stretch)
+    reading = DirectRead(parts, reads, stream, record, stretch, patient=patient)
     rest = await reading.begin()
     if rest is None or not reading.copies:
         return rest
@@ -120,6 +133,7 @@ async def _read_directly(
         await reading.copied()
         await reading.confirmed()
     else:
+        await turn()
         await transfer.then(None, reading.copied, reading.confirmed)
     return rest
 

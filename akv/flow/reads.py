@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from akv import observe
+from akv.flow.lull import Lulls
 from akv.ownership.segments import Mapped, Segments
 from akv.plan.direct import Staged
 
@@ -32,10 +33,11 @@ class Scout(Protocol):
 class DirectReads:
     """What a worker half reads segments with."""
 
-    def __init__(self, scout: Scout) -> None:
-        """`scout`: finds and maps them, in the background."""
+    def __init__(self, scout: Scout, lulls: Lulls) -> None:
+        """`scout`: finds and maps them, in the background. `lulls`: when long loads make their calls."""
         self._scout = scout
         self.segments = scout.segments
+        self.lulls = lulls
         #: Have the register looked at again, now.
         self.look = scout.look
 

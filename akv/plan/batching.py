@@ -43,6 +43,17 @@ def split_stretches(groups: Sequence[GroupPages], blocks: int) -> list[list[Batc
     return stretches
 
 
+def blocks_at_a_time(groups: Sequence[GroupPages], page_bytes: Sequence[int], pages: int, nbytes: int) -> int:
+    """How many blocks make a stretch of at most `pages` pages and, on the average of all of them, at most `nbytes` bytes; at
+    least one. `page_bytes`: of a page of each layer group.
+
+    On the average, because window groups have pages in few blocks: the others need not come in smaller stretches for them.
+    """
+    total = sum(len(group.pages) * page_bytes[group.group] for group in groups)
+    longest = max(len(group.blocks) for group in groups)
+    return max(1, min(pages // len(groups), longest * nbytes // max(1, total)))
+
+
 def selected(batch: Batch, indices: Sequence[int]) -> Batch:
     """The pages at these places of a batch."""
     return GroupPages(

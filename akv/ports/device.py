@@ -56,6 +56,15 @@ class DeviceSlots(NamedTuple):
     offsets: Sequence[int]
 
 
+class Source(NamedTuple):
+    """Where pages of a layer group come from: one buffer, and a place in it for each."""
+
+    pages: Sequence[int]
+    buffer: HostBuffer
+    #: Where each begins in the buffer, in bytes.
+    offsets: Sequence[int]
+
+
 class PassEvent(Protocol):
     """A point in a stream's work. Polled by the one stream poller; nothing else asks it."""
 
@@ -88,6 +97,11 @@ class DeviceCopier(Protocol):
     @property
     def page_counts(self) -> tuple[int, ...]:
         """Pages in each layer group's cache, in the order of the layout."""
+        ...
+
+    @property
+    def copies_behind_calls(self) -> bool:
+        """Whether a copy runs on behind the call that queued it. False where the call itself copies, as on a CPU."""
         ...
 
     def host_buffer(self, nbytes: int) -> HostBuffer:
@@ -132,6 +146,14 @@ class DeviceCopier(Protocol):
         after: PassEvent,
     ) -> PassEvent:
         """Copy from `buffer`, each page from its offset, into pages of a layer group, on `stream`, after `after`."""
+        ...
+
+    def scatter_from(self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> PassEvent:
+        """As `scatter`, from several buffers, one page from one of them. Returns the end of all of it.
+
+        One call, because what a call costs the host is as much as tens of pages cost, however few it copies. If it raises,
+        nothing of any of them is queued or running.
+        """
         ...
 
     def host_region(self, group: int) -> HostRegion | None:

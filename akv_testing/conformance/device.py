@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from akv.errors import EngineContractError, NotOpenError
-from akv.ports.device import DeviceCopier, DeviceSlots, PassEvent
+from akv.ports.device import DeviceCopier, DeviceSlots, PassEvent, Source
 from akv.values.layout import Layout
 
 
@@ -95,6 +95,36 @@ class DeviceConformance:
             kit.wait(event)
             assert {page: kit.read(group, page) for page in contents} == contents
             assert not any(any(kit.read(group, page)) for page in range(8) if page not in contents)
+
+    def test_R1_pages_of_several_buffers_come_in_one_call_each_from_its_own(self, kit: DeviceKit) -> None:
+        device = kit.device
+        stream = device.open_stream("loader")
+        for group, size in enumerate(page_sizes(kit)):
+            for page in range(8):
+                kit.write(group, page, bytes(size))
+            one, other = device.host_buffer(3 * size), device.host_buffer(2 * size)
+            one.view()[:] = pattern(1, size) + bytes(size) + pattern(2, size)
+            other.view()[:] = pattern(3, size) + pattern(4, size)
+            sources = [Source([6, 2], one, [0, 2 * size]), Source([], one, []), Source([3, 0], other, [size, 0])]
+            event = device.scatter_from(stream, group, sources, device.record())
+            device.execution_waits_for(event)
+            kit.wait(event)
+            expected = {6: pattern(1, size), 2: pattern(2, size), 3: pattern(4, size), 0: pattern(3, size)}
+            assert {page: kit.read(group, page) for page in range(8)} == {
+                page: expected.get(page, bytes(size)) for page in range(8)
+            }
+
+    def test_L6_of_several_buffers_none_is_copied_if_one_is_refused(self, kit: DeviceKit) -> None:
+        device, size = kit.device, page_sizes(kit)[0]
+        kit.write(0, 0, bytes(size))
+        stream, buffer, short = device.open_stream("loader"), device.host_buffer(size), device.host_buffer(size)
+        buffer.view()[:] = pattern(1, size)
+        for pages, offsets in [([0], [0]), ([device.page_counts[0]], [0]), ([1], [1]), ([1, 2], [0])]:
+            sources = [Source([0], buffer, [0]), Source(pages, short, offsets)]
+            with pytest.raises((EngineContractError, ValueError, AssertionError)):
+                device.scatter_from(stream, 0, sources, device.record())
+        kit.wait(device.record())
+        assert kit.read(0, 0) == bytes(size)
 
     def test_D5_a_gather_sees_what_the_pass_before_its_event_computed(self, kit: DeviceKit) -> None:
         device, size = kit.device, page_sizes(kit)[0]

@@ -76,7 +76,7 @@ class Admission:
             if sequence is None:
                 return
             self._queue.pop(0)
-            sequence.append(job.tokens[shown:])
+            sequence.append(job.tokens(shown, job.length))
             job.sequence = sequence
             job.read_tables()
             job.computed = sequence.local_tokens

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from akv.connector import Connector
 
 
+#: Seconds that a request waits at most before it holds the loop for long: a step of decoding, on a GPU.
+LULL_S = 0.01
+#: Seconds within which the kernels of such a step are queued.
+QUEUED_S = 0.001
+
+
 class Part(NamedTuple):
     """One request's part in a pass."""
 
@@ -52,6 +58,9 @@ class Batch:
         #: Pages of preempted requests, which come free when akv has let go of them.
         self._leaving: list[PagedSequence] = []
         self._work = anyio.Event()
+        #: Whether passes follow each other, and the beginning of the next one: a new one for each.
+        self._computes = False
+        self._begins = anyio.Event()
 
     def join(self, job: Job) -> None:
         """From the next pass on this request is computed, until it is complete, preempted (`job.out`) or leaves."""
@@ -63,11 +72,23 @@ class Batch:
         """No pass that begins from here on computes this request; `job.pass_over` tells of the present one."""
         self._jobs.pop(job.request_id, None)
 
+    async def lull(self) -> None:
+        """Return when a pass has begun and its kernels are queued, or at once if none is under way: until its end nothing of
+        it needs the loop or the interpreter lock.
+
+        Within `LULL_S` all the same: nobody waits for a pass that computes a prompt. Cancellation: nothing is held.
+        """
+        if self._computes:
+            with anyio.move_on_after(LULL_S):
+                await self._begins.wait()
+                await anyio.sleep(QUEUED_S)
+
     async def run(self) -> None:
         """Compute until cancelled. What a pass raises leaves through here: the engine cannot go on."""
         while True:
             # By age, so that the oldest takes part in every pass: others may wait for it.
             batch = self._with_pages(next_pass(sorted(self._jobs.values(), key=lambda job: job.number), self._shape))
+            self._computes = bool(batch)
             if batch:
                 await self._pass(batch)
             else:
@@ -137,6 +158,8 @@ class Batch:
 
     async def _forward(self, chunks: list[Chunk], plan: PassPlan | None) -> list[Sampled | None]:
         """**Cancellation:** takes effect before the pass or behind it, never while a thread writes pages."""
+        begins, self._begins = self._begins, anyio.Event()
+        begins.set()
         try:
             return await to_thread.run_sync(self._compute, chunks, limiter=self._one_at_a_time)
         except BaseException:
@@ -156,7 +179,7 @@ class Batch:
         # Drafts that were confirmed first: what is committed is known. Those that were not were never appended; what they left
         # in the pages is overwritten when these positions are computed.
         tokens = sample.tokens if sample is not None else ()
-        job.tokens += tokens
+        job.append(tokens)
         job.token_times += [anyio.current_time()] * len(tokens)
         job.sequence.append(tokens)
         job.computed += count + accepted

@@ -144,7 +144,7 @@ class Engine:
         model = self._config.model
         if not self._open:
             raise EngineClosed(f"the engine is closed: request {job.request_id!r} comes too late")
-        if not job.tokens or job.max_new_tokens < 1:
+        if not job.length or job.max_new_tokens < 1:
             raise ValueError(f"request {job.request_id!r} has no tokens, or asks for none")
         # No loop of Python: over a prompt of 100,000 tokens it would hold everybody's steps for milliseconds.
         known = job.known
@@ -197,7 +197,11 @@ class Engine:
             job.lookup_outcome = offer.outcome
         resume = sequence.local_tokens + offer.tokens
         # Asked in any case: it also tells akv of the local match, which may be longer than the one before a load that failed.
-        if not job.takes_offers or not offer.tokens or not sequence.grow(resume) or not sequence.prepare_load(resume):
+        if not job.takes_offers or not offer.tokens:
+            return True
+        # To take and to hand over thousands of pages holds the loop for two milliseconds.
+        await self._batch.lull()
+        if not sequence.grow(resume) or not sequence.prepare_load(resume):
             return True
         job.read_tables()
         load = job.request.reserve(offer, offer.tokens, job.tables)

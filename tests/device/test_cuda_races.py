@@ -24,7 +24,7 @@ from akv.plan.window import load_blocks
 from akv.pool import ThreadRunner
 from akv.ports import Ports
 from akv.ports.calls import CallKind
-from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, PassEvent
+from akv.ports.device import CopyStream, DeviceSlots, HostBuffer, PassEvent, Source
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.requests import Scheduled
 from akv_testing.pool import FakePool
@@ -107,6 +107,9 @@ class Careless:
         after: PassEvent,
     ) -> PassEvent:
         return self._copier.scatter(stream, group, pages, buffer, offsets, after if self._fences else TorchEvent())
+
+    def scatter_from(self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> PassEvent:
+        return self._copier.scatter_from(stream, group, sources, after if self._fences else TorchEvent())
 
 
 class Engine:

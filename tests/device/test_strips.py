@@ -77,6 +77,31 @@ def caches(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return regions
 
 
+class Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D, as the driver's header has it."""
+
+    _fields_ = (
+        *(("src_x", ctypes.c_size_t), ("src_y", ctypes.c_size_t), ("src_type", ctypes.c_int), ("src_host", ctypes.c_void_p)),
+        *(("src_device", ctypes.c_uint64), ("src_array", ctypes.c_void_p), ("src_pitch", ctypes.c_size_t)),
+        *(("dst_x", ctypes.c_size_t), ("dst_y", ctypes.c_size_t), ("dst_type", ctypes.c_int), ("dst_host", ctypes.c_void_p)),
+        *(("dst_device", ctypes.c_uint64), ("dst_array", ctypes.c_void_p), ("dst_pitch", ctypes.c_size_t)),
+        *(("width", ctypes.c_size_t), ("height", ctypes.c_size_t)),
+    )
+
+
+HOST, DEVICE = 1, 2
+
+
+def carry_out(description: np.void) -> None:
+    """What the driver does with a description, where all memory is the host's."""
+    piece = Copy2D.from_buffer_copy(description.tobytes())
+    at = {HOST: (piece.src_host, piece.dst_host), DEVICE: (piece.src_device, piece.dst_device)}
+    source, target = at[piece.src_type][0], at[piece.dst_type][1]
+    assert piece.src_type != piece.dst_type
+    for row in range(piece.height):
+        ctypes.memmove(target + row * piece.dst_pitch, source + row * piece.src_pitch, piece.width)
+
+
 @settings(deadline=None, max_examples=150)
 @given(caches(), st.permutations(range(8)), st.integers(1, 8))
 def test_the_copies_of_a_page_are_the_copies_of_its_regions(
@@ -90,10 +115,17 @@ def test_the_copies_of_a_page_are_the_copies_of_its_regions(
         strips = strips_of(placed([(begin + at, pitch, size) for at, pitch, size in regions]))
     slots = np.full((some, page_bytes + 3), 9, dtype=np.uint8)
     pages = order[:some]
-    for piece in rectangles(strips, pages, [slots[index].ctypes.data for index in range(some)]):
-        for row in range(piece.height):
-            ctypes.memmove(piece.host + row * piece.width, piece.device + row * piece.device_pitch, piece.width)
+    hosts = [slots[index].ctypes.data for index in range(some)]
+    for piece in rectangles(strips, pages, hosts, to_host=True):
+        carry_out(piece)
     for page, slot in zip(pages, slots, strict=True):
         expected = np.concatenate([memory[at + page * pitch :][:size] for at, pitch, size in regions])
         assert (slot[:page_bytes] == expected).all()
         assert (slot[page_bytes:] == 9).all()
+    before = memory.copy()
+    for page in pages:
+        for at, pitch, size in regions:
+            memory[at + page * pitch :][:size] = 0
+    for piece in rectangles(strips, pages, hosts, to_host=False):
+        carry_out(piece)
+    assert (memory == before).all()

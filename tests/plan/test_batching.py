@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from akv.plan.batching import selected, slot_offsets, split_batches, split_stretches
+from akv.plan.batching import blocks_at_a_time, selected, slot_offsets, split_batches, split_stretches
 from akv.values.messages import GroupPages
 
 
@@ -46,6 +46,17 @@ def test_R6_a_stretch_has_a_batch_for_each_group_that_has_pages_in_it() -> None:
         [(0, (0, 1, 2)), (1, (2,))],
         [(0, (3,)), (1, (3, 9))],
     ]
+
+
+def test_R6_a_stretch_has_so_many_blocks_that_it_is_neither_too_many_pages_nor_too_many_bytes() -> None:
+    many, few = column(0, list(range(30))), column(1, list(range(27, 30)))
+    assert blocks_at_a_time([many], [10], 12, 1000) == 12
+    assert blocks_at_a_time([many], [10], 12, 70) == 7
+    assert blocks_at_a_time([many], [10], 12, 5) == 1
+    assert blocks_at_a_time([many], [10], 0, 1000) == 1
+    # Two groups have half as many blocks in as many pages; bytes are counted where pages are.
+    assert blocks_at_a_time([many, few], [10, 100], 12, 1000) == 6
+    assert blocks_at_a_time([many, few], [10, 100], 60, 200) == 30 * 200 // 600
 
 
 def test_R1_selected_pages_keep_their_block_and_hash() -> None:

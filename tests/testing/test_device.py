@@ -3,7 +3,7 @@
 import pytest
 
 from akv.errors import DeviceError, NotOpenError
-from akv.ports.device import DeviceCopier
+from akv.ports.device import DeviceCopier, Source
 from akv.ports.pool import KeyState
 from akv_testing.clock import ManualClock
 from akv_testing.device import COPY_S, TORN, FakeDevice
@@ -177,6 +177,26 @@ def test_a_copy_can_fail_at_the_call_or_as_it_runs(device: FakeDevice, clock: Ma
         assert isinstance(caught.value.__cause__, RuntimeError)
     assert buffer.host_read(0, SIZE) == bytes([TORN]) * SIZE
     assert device.busy == 0
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_one_event_tells_of_copies_from_several_buffers(device: FakeDevice, clock: ManualClock, nth: int) -> None:
+    stream, buffers = device.open_stream("loader"), [device.host_buffer(SIZE) for _ in range(3)]
+    sources = [Source([page], buffer, [0]) for page, buffer in enumerate(buffers)]
+    event = device.scatter_from(stream, 0, sources, device.record())
+    clock.advance(2 * COPY_S)
+    assert not event.query()
+    clock.advance(COPY_S)
+    assert event.query()
+    device.script.fail_call("scatter", RuntimeError("at the call"), nth=nth)
+    with pytest.raises(RuntimeError, match="at the call"):
+        device.scatter_from(stream, 0, sources, device.record())
+    assert device.busy == 0
+    device.script.fail_copy("scatter", RuntimeError("as it ran"), nth=nth)
+    event = device.scatter_from(stream, 0, sources, device.record())
+    clock.advance(3 * COPY_S)
+    with pytest.raises(DeviceError, match="as it ran"):
+        event.query()
 
 
 def test_misuse_is_named(device: FakeDevice, clock: ManualClock) -> None:

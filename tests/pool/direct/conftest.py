@@ -85,6 +85,11 @@ class Held:
         self.go_on.wait(30.0)
         return self._device.scatter(*arguments)
 
+    def scatter_from(self, *arguments: Any) -> Any:
+        self.begun.set()
+        self.go_on.wait(30.0)
+        return self._device.scatter_from(*arguments)
+
 
 class Asked:
     """A pool, and the keys of its last query."""
