@@ -106,19 +106,26 @@ class Passes:
 
     def _window_saves(self, part: Part) -> list[SaveOrder]:
         """The window pages that make the prompt's end resumable (W3); their slots are asked for with the plan (S4)."""
-        order = self._requests.listing.windows(part.record, part.closing, snapshot=True)
+        if not part.closing:
+            return []
+        # A sequence that computed much asks for its window pages again, too: without them its blocks make no end.
+        again = self._computed_much(part)
+        order = self._requests.listing.windows(part.record, part.closing, snapshot=True, again=again)
         return [] if order is None else [order]
 
     def _saves_again(self, part: Part, item: Scheduled) -> SaveOrder | None:
         """A sequence that computed much lists its stored blocks again (S8)."""
-        record, least = part.record, self._settings.resave_min_tokens
-        began_at = part.before if record.windows.began_at is None else record.windows.began_at
-        if not least or part.computed - began_at < least:
+        if not self._computed_much(part):
             return None
+        record = part.record
         order = self._requests.listing.again(record, part.end, item.pages)
         for columns in () if order is None else order.groups:
             self._reader.check_pages(record, columns.group, columns.pages, columns.blocks)
         return order
+
+    def _computed_much(self, part: Part) -> bool:
+        least, began_at = self._settings.resave_min_tokens, part.record.windows.began_at
+        return bool(least) and part.computed - (part.before if began_at is None else began_at) >= least
 
     def take(self, plan: PassPlan) -> tuple[Planned, PassEvent]:
         """The planned pass is queued on the execution stream: the plan ends, what it computed is noted, and `hand_over`
@@ -146,6 +153,9 @@ class Passes:
         self._requests.ran(part.record, part.computed, end, part.first, part.tail, self._most_blocks, history=part.history)
         if part.closes and part.closing and self._saves():
             self._tell_end(part)
+            for columns in part.closing:
+                # Not listed, since the pool is known to hold it (S13): nor will `finish` list it.
+                part.record.windows.there(columns.group, self._requests.listing.known(part.record, columns))
         part.record.windows.ran(part.before, part.held, closes=part.closes)
 
     @staticmethod

@@ -126,9 +126,8 @@ class SchedulerHalf:
             answer = self._lookup.nothing(nothing)
         else:
             answer = await look_up(self._lookup, record.chain, record.request_id, local_tokens)
-            if answer.hole is not None:
-                # Evicted, or the pool was lost: whoever computes them saves them again.
-                self.requests.not_found(record, answer.hole)
+            # Evicted, or the pool was lost: whoever computes them saves them again.
+            self.requests.not_found(record, answer.hole, answer.missing)
             if self.no_cache():
                 answer = self._lookup.nothing(LookupOutcome.DEGRADED, answer.probed)
         if not answer.probed and self._lookup.windows and self._reader.saves(record):

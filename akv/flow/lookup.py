@@ -72,6 +72,8 @@ class LookupAnswer(msgspec.Struct, frozen=True):
     hole: int | None = None
     #: As in `Offer`.
     ends: tuple[int, ...] | None = None
+    #: The window pages that were asked for and not found: group, and hashes of blocks. Most of them were never stored.
+    missing: tuple[tuple[int, list[bytes]], ...] = ()
 
 
 async def look_up(parts: LookupParts, chain: Chain, request_id: str, local_tokens: int) -> LookupAnswer:
@@ -151,7 +153,8 @@ class _Search:
             tokens, outcome = offer_of(self._asked, found)
             return LookupAnswer(tokens, outcome, self.probed, known_hole, () if self._parts.windows else None)
         beyond = tuple((end - self._asked.first) * self._asked.tokens_per_block for end in ends)
-        return LookupAnswer(beyond[-1] if beyond else 0, self._windows.outcome, self.probed, known_hole, beyond)
+        missing = tuple((group, _hashes(self._chain, blocks)) for group, blocks in self._windows.missing)
+        return LookupAnswer(beyond[-1] if beyond else 0, self._windows.outcome, self.probed, known_hole, beyond, missing)
 
     async def _ask_prefix(self, walk: ProbeWalk) -> None:
         """Ask for the head, then for the rest in several calls at a time (L3)."""

@@ -9,7 +9,7 @@ from akv.ownership.request_record import RequestRecord
 from akv.plan.ending import WindowPages
 from akv.plan.hashing import Chain
 from akv.units import NO_PAGE
-from akv.values.messages import GroupPages, SaveOrder
+from akv.values.messages import GroupPages, SaveOrder, select_pages
 
 
 class Listing:
@@ -54,17 +54,37 @@ class Listing:
             return looked_at, None
         return looked_at, self._order(record, self._columns(chain, blocks, tables, first))
 
-    def windows(self, record: RequestRecord, columns: Sequence[WindowPages], *, snapshot: bool) -> SaveOrder | None:
-        """What is to be saved of the window pages at an end of this request: those that were not handed over before."""
+    def windows(
+        self, record: RequestRecord, columns: Sequence[WindowPages], *, snapshot: bool, again: bool = False
+    ) -> SaveOrder | None:
+        """What is to be saved of the window pages at an end of this request: those that were not handed over before, and that
+        the pool is not known to hold (S13). `again`: those too, to be asked for and put where missing (S8).
+        """
         groups = []
+        any_known = False
         for column in map(record.windows.open, columns):
-            if column.blocks:
-                chain = hashes_of(record.chain, column.blocks)
-                hashes = tuple(chain[block] for block in column.blocks)
-                groups.append(GroupPages(column.group, column.blocks, column.pages, hashes))
+            hashes = self._hashes(record, column)
+            known = [self._known.has(block_hash, column.group) for block_hash in hashes]
+            any_known = any_known or any(known)
+            pages = GroupPages(column.group, column.blocks, column.pages, hashes)
+            if not again:
+                pages = select_pages(pages, [not there for there in known])
+            if pages.blocks:
+                groups.append(pages)
         if not groups:
             return None
-        return self._order(record, tuple(groups), window=True, snapshot=snapshot, probe_first=record.windows.loaded)
+        probe_first = record.windows.loaded or (again and any_known)
+        return self._order(record, tuple(groups), window=True, snapshot=snapshot, probe_first=probe_first)
+
+    def known(self, record: RequestRecord, columns: WindowPages) -> list[int]:
+        """The blocks of these window pages that the pool is known to hold (S13)."""
+        hashes = self._hashes(record, columns)
+        return [block for block, name in zip(columns.blocks, hashes, strict=True) if self._known.has(name, columns.group)]
+
+    @staticmethod
+    def _hashes(record: RequestRecord, columns: WindowPages) -> tuple[bytes, ...]:
+        chain = hashes_of(record.chain, columns.blocks) if columns.blocks else {}
+        return tuple(chain[block] for block in columns.blocks)
 
     def again(self, record: RequestRecord, end: int, tables: Sequence[Sequence[int]]) -> SaveOrder | None:
         """The blocks below `end` that are stored, to be asked for and put where missing (S8). `tables` begin at block 0."""

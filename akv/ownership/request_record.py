@@ -69,10 +69,6 @@ class RequestRecord:
 
     def begin_incarnation(self, number: int) -> None:
         """The life goes on with other pages: what was saved stays saved, and nothing is computed."""
-        for order in self.saves.values():
-            # Withdrawn. What reaches the pool all the same is put a second time at worst, and the first value stays.
-            if order.window:
-                self.windows.lost(order.groups, {block for group in order.groups for block in group.blocks})
         self.saves.clear()
         self.marks.withdrawn()
         self.windows.begin_incarnation()

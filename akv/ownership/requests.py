@@ -107,9 +107,14 @@ class Requests:
         if record.valid_to is not None:
             record.valid_to = max(record.valid_to, local_tokens)
 
-    def not_found(self, record: RequestRecord, first: int) -> None:
-        """A lookup found a hole at block `first`. From there on nothing is known to be in the pool any more (S13)."""
-        self._known.forget(record.chain.hashes(first, record.chain.hash_up_to(0)))
+    def not_found(self, record: RequestRecord, first: int | None, missing: Iterable[tuple[int, Iterable[bytes]]] = ()) -> None:
+        """A lookup found a hole at block `first`. From there on nothing is known to be in the pool any more (S13). None: it
+        found none. Nor are the `missing` pages known, of a window group each, by hash, that it asked for in vain.
+        """
+        if first is not None:
+            self._known.forget(record.chain.hashes(first, record.chain.hash_up_to(0)))
+        for group, hashes in missing:
+            self._known.forget_pages(hashes, group)
 
     # -- loads
 
@@ -149,7 +154,8 @@ class Requests:
             for group in hold.groups:
                 if group.group in self.listing.full:
                     record.marks.stored(group.blocks)
-                    self._learn(record, group.hashes)
+                    # Under the names of the weights that computed them.
+                    self._known.add(() if record.outdated else group.hashes)
             record.windows.loaded = record.windows.loaded or hold.tokens > 0
             valid = hold.local_tokens + hold.tokens
             self.matched_locally(record, valid)
@@ -234,17 +240,18 @@ class Requests:
             return []
         if not order.snapshot:
             self.pages.unpin(order.groups)
+        stored, refused = frozenset(result.stored), frozenset(result.refused)
+        # Under the names of the weights that computed them.
+        learnt = frozenset() if record.outdated else stored
         if order.window:
-            record.windows.lost(order.groups, (*result.refused, *result.dropped))
+            for columns in order.groups:
+                self._known.put(columns, learnt, refused, columns.group)
+                record.windows.ended(columns, stored)
             return self._close_if_done(record)
         # The groups of a save list the same blocks, so the first names each block's hash.
-        hashes = dict(zip(order.groups[0].blocks, order.groups[0].hashes, strict=True))
-        if result.stored:
-            self._learn(record, [hashes[block] for block in result.stored])
-            record.marks.stored(result.stored)
+        self._known.put(order.groups[0], learnt, refused)
+        record.marks.stored(result.stored)
         if result.refused:
-            # One that was asked for again was known, and has gone: else it would not be listed again.
-            self._known.forget(hashes[block] for block in result.refused)
             record.marks.refused(result.refused, now)
         if not order.probe_first:
             # One that was asked for again was there before, was counted then, and is there still if nobody asked.
@@ -265,6 +272,7 @@ class Requests:
         self._known.clear()
         for record in self._open.values():
             record.marks.lost()
+            record.windows.new_generation()
 
     # -- ends
 
@@ -320,11 +328,6 @@ class Requests:
         """The worker says that a given-up call on pages returned; their request may have closed long ago."""
         released = self.pages.release(message)
         return [] if released is None else [released]
-
-    def _learn(self, record: RequestRecord, hashes: Iterable[bytes]) -> None:
-        """The pool has these blocks, under the names of the weights that computed them."""
-        if not record.outdated:
-            self._known.add(hashes)
 
     def _move(self, record: RequestRecord, happening: Happening) -> bool:
         """Whether this moved the request on."""

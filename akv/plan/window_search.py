@@ -117,6 +117,14 @@ class WindowSearch:
         return tuple(self._ends)
 
     @property
+    def missing(self) -> tuple[GroupBlocks, ...]:
+        """The pages that were asked for and are not in the pool."""
+        gone = (
+            (group, sorted(block for block, is_there in there.items() if not is_there)) for group, there in self._there.items()
+        )
+        return tuple(GroupBlocks(group, blocks) for group, blocks in gone if blocks)
+
+    @property
     def outcome(self) -> LookupOutcome:
         """What to count (W7). Only once the search is settled."""
         if not self._ends:

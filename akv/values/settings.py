@@ -205,8 +205,8 @@ class Settings(HidesSecrets, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes of device memory that window pages pass through on their way to those slots, so that the execution stream copies
     #: at the device's speed and not at the bus's. 0 copies to the host directly. Unused on a CPU.
     snapshot_device_bytes: Size = 256 * _MIB
-    #: A sequence that computed at least so many tokens has its full-attention blocks listed again when its prompt is complete:
-    #: probed, which renews their lease, and put where they are missing. 0 turns this off.
+    #: A sequence that computed at least so many tokens has its full-attention blocks, and the window pages of its end, listed
+    #: again when its prompt is complete: probed, which renews their lease, and put where they are missing. 0 turns this off.
     resave_min_tokens: Tokens = 0
     #: Whether blocks that decoding completes are saved too, so that the next turn of a conversation finds them.
     save_generated: bool = True

@@ -239,6 +239,26 @@ async def test_L5_asking_again_gives_what_a_fresh_lookup_would() -> None:
 
 
 @pytest.mark.parametrize(
+    ("window", "missing"),
+    [
+        (EVERY, []),
+        # Of the ends within the rewind every page that matters, and no other; then further back.
+        ({6, 7, 9}, [8]),
+        ({2, 3, 9}, [0, 1, 4, 5, 6, 7, 8]),
+    ],
+)
+async def test_S13_a_lookup_names_the_window_pages_that_it_asked_for_in_vain(
+    window: Iterable[int], missing: list[int]
+) -> None:
+    seeker = Seeker(EVERY, window)
+    hashes = seeker.server.hashes(TOKENS)
+    async with seeker.running() as look:
+        answer = await look()
+    assert answer.missing == (((1, [hashes[block] for block in missing]),) if missing else ())
+    assert {hashes[block] for block in missing} == {hashes[block] for block in seeker.asked(1) if block not in set(window)}
+
+
+@pytest.mark.parametrize(
     "answer", [state for state in KeyState if state is not KeyState.OK] + [KeyAnswer(KeyState.REFUSED, 7)]
 )
 async def test_L2_a_window_page_counts_only_if_the_pool_says_that_it_is_there(answer: KeyState | KeyAnswer) -> None:

@@ -171,7 +171,7 @@ class _SnapshotOff:
     def plan(kv: Connector) -> None:
         listing = kv._halves.scheduler.requests.listing
         real = listing.windows
-        listing.windows = lambda record, columns, *, snapshot: real(record, columns, snapshot=False)  # type: ignore[method-assign]
+        listing.windows = lambda record, columns, **_: real(record, columns, snapshot=False)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.5])

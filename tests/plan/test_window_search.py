@@ -73,6 +73,16 @@ class Run:
         return self.search.ends[-1] if self.search.ends else None
 
 
+def test_S13_what_is_missing_is_what_was_asked_for_and_is_not_there_in_order() -> None:
+    """Further back it asks in descending order, and for some pages only."""
+    run = Run(0, 40, shapes((9, 0), (5, 6)), [{20, 21}, {0, 1, 21, 39}], rewind=8)
+    assert run.end == 22
+    gone = sorted(page for page in run.asked if page not in {(1, 20), (1, 21), (2, 0), (2, 1), (2, 21), (2, 39)})
+    assert [(group, block) for group, blocks in run.search.missing for block in blocks] == gone
+    assert (1, 38) in gone
+    assert Run(0, 10, shapes((9, 0)), [range(10)]).search.missing == ()
+
+
 def naive_reads(end: int, window: WindowGroup) -> set[int]:
     """Blocks that the token at position T * end reads, token by token: the sinks, and a window that ends with itself."""
     return {

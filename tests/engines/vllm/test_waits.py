@@ -14,6 +14,7 @@ from akv.ports.calls import CallKind
 from akv_testing.ports import tiny_layout
 from akv_testing.server import FakeServer
 from akv_testing.traffic import LONG, TOKENS
+from akv_testing.window_server import WindowServer
 
 #: Seconds after which something that must happen counts as not happening.
 LONG_S = 20.0
@@ -211,3 +212,22 @@ def test_what_follows_a_pass_begins_also_where_no_step_comes_any_more(make: Any)
         assert time.monotonic() - ended < LONG_S
         time.sleep(0.001)
     engine.run()
+
+
+def test_S13_a_pass_that_completes_a_prompt_whose_end_the_pool_holds_waits_for_no_copy(make: Any) -> None:
+    engine = make(WindowServer(windows=((8, 0),)))
+    after_forward, waited = engine.worker.after_forward, []
+
+    def noted(planned: Any) -> None:
+        # The loop has said what is copied, so what it waits for is that.
+        planned.result()
+        waited.append(engine.worker._snapshots(planned))
+        after_forward(planned)
+
+    engine.worker.after_forward = noted
+    for name in "ab":
+        engine.add(name, LONG)
+        engine.run()
+    assert engine.loaded == {"b": 36}
+    assert waited.count(True) == 1, "the first request's closing pass alone"
+    assert engine.call(engine.server.wrong_values) == []
