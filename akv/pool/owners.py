@@ -17,8 +17,9 @@ from akv.values.segments import SegmentEntry
 from akv.values.stats import PostedStats
 
 _PROC = Path("/proc")
-#: Fields of /proc/PID/stat behind the command's name, from 0: the state, and the start in clock ticks since boot.
-_STATE, _STARTED = 0, 19
+#: Fields of /proc/PID/stat behind the command's name, from 0: the state, the start in clock ticks since boot, and where the
+#: stack begins.
+_STATE, _STARTED, _STACK = 0, 19, 25
 #: A process that ended, memory and all, and was not waited for yet.
 _GONE = frozenset("ZXx")
 
@@ -44,7 +45,7 @@ class Owner(msgspec.Struct, frozen=True):
 def this_process() -> Owner:
     """The one that asks."""
     pid = os.getpid()
-    return Owner(pid, _stat_of(pid)[1], *_here(pid))
+    return Owner(pid, int(_stat_of(pid)[_STARTED]), *_here(pid))
 
 
 def liveness(entry: SegmentEntry | PostedStats) -> Liveness:
@@ -55,12 +56,24 @@ def liveness(entry: SegmentEntry | PostedStats) -> Liveness:
     if entry.pid_namespace != namespace:
         return Liveness.UNKNOWN
     try:
-        state, started = _stat_of(entry.owner_pid)
+        fields = _stat_of(entry.owner_pid)
     except (FileNotFoundError, ProcessLookupError):
         return Liveness.DEAD
     except PermissionError:
         return Liveness.UNKNOWN
-    return Liveness.DEAD if state in _GONE or started != entry.owner_started else Liveness.ALIVE
+    gone = fields[_STATE] in _GONE or int(fields[_STARTED]) != entry.owner_started
+    return Liveness.DEAD if gone else Liveness.ALIVE
+
+
+def image_of(pid: int) -> int:
+    """Tells the memory of a process from what it had before it executed another program, which leaves its id and its start
+    as they were. 0 where that cannot be seen.
+    """
+    try:
+        # Each program's stack is put elsewhere.
+        return int(_stat_of(pid)[_STACK])
+    except OSError:
+        return 0
 
 
 class OwnerWatch:
@@ -101,14 +114,14 @@ def mapped_at(pid: int, file: os.stat_result) -> list[int]:
     return found
 
 
-def _stat_of(pid: int) -> tuple[str, int]:
+def _stat_of(pid: int) -> list[str]:
     # The command's name stands in parentheses and may hold any character, those two included.
-    fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return fields[_STATE], int(fields[_STARTED])
+    return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 @lru_cache(maxsize=1)
-def _here(pid: int) -> tuple[int, str]:
+def _here(_pid: int) -> tuple[int, str]:
     """The namespace of this process's id, which it never leaves (a child may be born into another), and the boot."""
-    namespace = (_PROC / str(pid) / "ns/pid").stat().st_ino
+    # By this name: /proc may be that of another namespace, where the id is somebody else's.
+    namespace = (_PROC / "self/ns/pid").stat().st_ino
     return namespace, (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

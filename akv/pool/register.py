@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from akv.errors import PoolError
-from akv.pool.owners import Liveness, liveness, mapped_at
+from akv.pool.owners import Liveness, image_of, liveness, mapped_at
 from akv.settings import StoreSettings
 from akv.values.segments import ENTRY_VERSION, SegmentEntry
 
@@ -141,20 +141,33 @@ class CheckedEntries:
     """What one reader of a register found usable, by the file that said so.
 
     Whether an owner has mapped what its entry says takes milliseconds of Python to see, for which a load in the same process
-    waits: it is looked at again only where the entry's file is another. Whether the owner lives is looked at each time.
+    waits: it is looked at again only where the entry's file is another, or the owner executed another program since. Whether
+    the owner lives is looked at each time.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Path, tuple[tuple[int, ...], SegmentEntry]] = {}
+        self._entries: dict[Path, _Checked] = {}
 
     def get(self, path: Path, stamp: tuple[int, ...]) -> SegmentEntry | None:
         """The entry that this file held, and holds still; None if it must be read."""
-        known, entry = self._entries.get(path, ((), None))
-        return entry if known == stamp else None
+        known = self._entries.get(path)
+        return known.entry if known is not None and known.stamp == stamp else None
 
-    def replace(self, entries: dict[Path, tuple[tuple[int, ...], SegmentEntry]]) -> None:
+    def is_good(self, path: Path, checked: "_Checked") -> bool:
+        """Whether all that is known of this file's entry is as it was when it was found usable."""
+        return checked.image != 0 and self._entries.get(path) == checked
+
+    def replace(self, entries: dict[Path, "_Checked"]) -> None:
         """The register was read: these are usable, and none else."""
         self._entries = entries
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    """An entry, the file that it stood in, and its owner's memory, both as they were before anything was looked at."""
+
+    entry: SegmentEntry
+    stamp: tuple[int, ...]
+    image: int
 
 
 def lent_segments(store: StoreSettings, checked: CheckedEntries | None = None) -> list[SegmentEntry]:
@@ -174,28 +187,28 @@ def read_register(directory: Path, checked: CheckedEntries | None = None) -> Reg
     # Segments before entries: one that is made meanwhile has an entry by then.
     files = {path.stem: path for path in directory.glob(f"*{SEGMENT_SUFFIX}")}
     stale, claims, refused_entries = [], [], []
-    checked, usable = checked or CheckedEntries(), {}
+    known, usable = checked or CheckedEntries(), dict[Path, _Checked]()
     for path in sorted(directory.glob(f"*{ENTRY_SUFFIX}")):
         files.pop(path.stem, None)
         try:
             # Before it is read: what is written meanwhile has another.
             stamp = _stamp(path)
-            known = checked.get(path, stamp)
-            entry = known or _read_entry(path)
+            entry = known.get(path, stamp) or _read_entry(path)
+            now = _Checked(entry, stamp, image_of(entry.owner_pid))
             alive = liveness(entry)
             if alive is Liveness.DEAD:
                 stale.append(entry)
-            elif (known is not None and alive is Liveness.ALIVE) or _is_mounted(entry, directory):
-                usable[path] = (stamp, entry)
+            elif (alive is Liveness.ALIVE and known.is_good(path, now)) or _is_mounted(entry, directory):
+                usable[path] = now
             else:
                 claims.append(entry)
         except SegmentRefused as refused:
             # One that was withdrawn meanwhile is no fault.
             if os.path.lexists(path):
                 refused_entries.append(RefusedEntry(str(path), refused.fault))
-    checked.replace(usable)
+    known.replace(usable)
     orphans = [str(path) for path in (*files.values(), *_old_partials(directory))]
-    entries = tuple(entry for _, entry in usable.values())
+    entries = tuple(one.entry for one in usable.values())
     return Register(entries, tuple(stale), tuple(refused_entries), tuple(claims), tuple(orphans))
 
 
@@ -334,8 +347,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
         found = path.lstat()
     except OSError as error:
         raise SegmentRefused(_fault_of(error, EntryFault.NO_FILE)) from error
-    # Its rights and its names change the time as what it holds does.
-    return (found.st_dev, found.st_ino, found.st_ctime_ns)
+    # Its rights and its names change the time, too, but some kernels' clocks of files stand still for milliseconds.
+    return (found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size, found.st_mode, found.st_nlink)
 
 
 def _fault_of(error: OSError, missing: EntryFault) -> EntryFault:

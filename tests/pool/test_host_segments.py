@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from akv.errors import SegmentNotReady, SegmentUnusable
-from akv.pool import RegisteredSegments
+from akv.pool import RegisteredSegments, register
 from akv.pool.owners import OwnerWatch, mapped_at, this_process
 from akv.pool.register import open_register, publish, register_directory, withdraw
 from akv.pool.shared_memory import SegmentFile, make_file
@@ -26,9 +26,9 @@ class Lent:
 
     def __init__(self, directory: Path, kind: SegmentFile) -> None:
         store = StoreSettings(shared_memory_dir=str(directory))
-        self.register = register = register_directory(store)
-        open_register(register)
-        self.descriptor, path = make_file(kind, register, "a1", SIZE)
+        self.register = register_directory(store)
+        open_register(self.register)
+        self.descriptor, path = make_file(kind, self.register, "a1", SIZE)
         self._mapping = mmap.mmap(self.descriptor, SIZE)
         (base,) = mapped_at(os.getpid(), os.fstat(self.descriptor))
         owner = this_process()
@@ -44,7 +44,7 @@ class Lent:
             size=SIZE,
             path=path,
         )
-        publish(register, self.entry)
+        publish(self.register, self.entry)
         self.segments = RegisteredSegments(store)
 
     def allocate(self) -> None:
@@ -55,6 +55,15 @@ class Lent:
 @pytest.fixture
 def lent(shm: Path) -> Callable[[SegmentFile], Lent]:
     return lambda kind: Lent(shm, kind)
+
+
+def test_R3_one_reader_asks_once_what_an_owner_has_mapped(
+    lent: Callable[[SegmentFile], Lent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = lent("memfd")
+    assert segment.segments.entries() == [segment.entry]
+    monkeypatch.setattr(register, "mapped_at", lambda *_: pytest.fail("it was asked"))
+    assert segment.segments.entries() == [segment.entry]
 
 
 @pytest.mark.parametrize("kind", ["memfd", "file"])
