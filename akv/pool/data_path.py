@@ -6,7 +6,6 @@ where the client silently uses TCP. So a joining process looks for the device, a
 
 import ctypes
 import secrets
-from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -20,17 +19,19 @@ from akv.settings import StoreSettings
 
 #: Bytes of the value. Too few to matter in a full pool, enough to tell two values apart.
 VALUE_BYTES = 4096
-#: Values tried, at most, and seconds in all after which no other is begun.
+#: Values tried, at most, not counting those that land on a process that is gone; and seconds in all after which none is begun.
 ATTEMPTS = 8
 DEADLINE_S = 5.0
 #: Seconds before the next attempt. An eviction that a refused put set off is done by then.
 AGAIN_S = 0.02
 #: Seconds in which a value that lands on a process that is gone is tried again. Each lands on a segment that the master picks,
 #: and one that died stands among the living for about 11 seconds: a server that starts again beside one that died starts late
-#: rather than not at all. From the ninth on, in as many seconds each: such puts fill a log.
+#: rather than not at all. From the ninth on, in so many seconds each: such puts fill a log.
 HOLDER_LOST_S = 13.0
 SELDOM_S = 0.5
-_WORTH_ANOTHER = frozenset({KeyState.NO_SPACE, KeyState.UNAVAILABLE, KeyState.LEASE_EXPIRED, KeyState.MISSING})
+_WORTH_ANOTHER = frozenset(
+    {KeyState.NO_SPACE, KeyState.UNAVAILABLE, KeyState.HOLDER_LOST, KeyState.LEASE_EXPIRED, KeyState.MISSING}
+)
 
 #: Where Linux lists RDMA devices, one entry each.
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -97,16 +98,17 @@ async def prove_data_path(pool: MooncakePool, namespace: str, store: StoreSettin
     """
     value = ProbeValue()
     pool.register(value)
-    began = anyio.current_time()
+    began, lost, others = anyio.current_time(), 0, 0
     try:
-        for attempt in count(1):
+        while others < ATTEMPTS:
             key = probe_key(namespace)
             step, answer = await anyio.to_thread.run_sync(_round_trip, pool, value, key)
             if answer.state is KeyState.OK:
                 return "proved"
-            if not _worth_another(answer.state, attempt, anyio.current_time() - began):
+            lost, others = (lost + 1, others) if answer.state is KeyState.HOLDER_LOST else (lost, others + 1)
+            if answer.state not in _WORTH_ANOTHER or anyio.current_time() - began > (HOLDER_LOST_S if lost else DEADLINE_S):
                 break
-            await anyio.sleep(AGAIN_S if attempt < ATTEMPTS else SELDOM_S)
+            await anyio.sleep(AGAIN_S if lost < ATTEMPTS else SELDOM_S)
     finally:
         pool.unregister(value)
     if answer.state is KeyState.NO_SPACE:
@@ -118,12 +120,6 @@ async def prove_data_path(pool: MooncakePool, namespace: str, store: StoreSettin
         f"two, different protocols (store.protocol; here it is {store.protocol!r}), or processes that lent memory died within "
         "the last 11 seconds: then start again."
     )
-
-
-def _worth_another(state: KeyState, attempts: int, after_s: float) -> bool:
-    if state is KeyState.HOLDER_LOST:
-        return after_s <= HOLDER_LOST_S
-    return state in _WORTH_ANOTHER and attempts < ATTEMPTS and after_s <= DEADLINE_S
 
 
 def _round_trip(pool: MooncakePool, value: ProbeValue, key: str) -> tuple[str, KeyAnswer]:

@@ -40,6 +40,7 @@ async def test_a_pool_without_room_is_no_fault_and_is_told(memory_client: Any, m
     monkeypatch.setattr(data_path, "AGAIN_S", 0.0)
     memory_client.codes["put"] = [-200] * 100
     assert await prove(memory_client) == "no_room"
+    assert len(memory_client.calls) == data_path.ATTEMPTS
     assert memory_client.buffers == {}
 
 
@@ -85,6 +86,39 @@ async def test_a_server_starts_beside_one_that_died_however_often_its_value_land
         monkeypatch.setattr(data_path, pause, 0.0)
     memory_client.codes["put"] = [-800] * 40
     assert await prove(memory_client) == "proved"
+
+
+@pytest.mark.parametrize("code", [-900, -704])
+async def test_a_server_that_outlasted_a_dead_holder_outlasts_what_else_passes(
+    code: int, memory_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("AGAIN_S", "SELDOM_S"):
+        monkeypatch.setattr(data_path, pause, 0.0)
+    monkeypatch.setattr(data_path, "DEADLINE_S", -1.0)
+    # The master takes the dead segment off: what was in it is missing.
+    memory_client.codes["put"] = [-800] * 12
+    memory_client.codes["get"] = [code] * (data_path.ATTEMPTS - 1)
+    assert await prove(memory_client) == "proved"
+    memory_client.codes["get"] = [code] * data_path.ATTEMPTS
+    with pytest.raises(PoolError, match=f"code {code}"):
+        await prove(memory_client)
+
+
+@pytest.mark.parametrize(("lands", "slept_s"), [(7, [0.02] * 7), (10, [0.02] * 7 + [0.5] * 3)])
+async def test_values_that_land_on_the_dead_are_soon_tried_seldom(
+    lands: int, slept_s: list[float], memory_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    sleep = anyio.sleep
+
+    async def note(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(anyio, "sleep", note)
+    memory_client.codes["put"] = [-800] * lands
+    assert await prove(memory_client) == "proved"
+    assert slept == slept_s
 
 
 @pytest.mark.parametrize(("code", "limit"), [(-900, "DEADLINE_S"), (-800, "HOLDER_LOST_S")])
