@@ -98,19 +98,20 @@ class Session:
         for tracked in self.requests.values():
             tracked.use, tracked.local_only = Use(reads=False, saves=False), True
 
-    def wait(self, limit_s: float, most_s: float) -> None:
+    def wait(self, limit_s: float, most_s: float, held_s: float) -> None:
         """Wait until all has ended that keeps vLLM from computing, loads and lookups that it was put off with: at most
         `limit_s` for the next of them to end, and `most_s` in all.
 
         Not only until the first of them: the pass of one request would compete with the loads of the others for the
         interpreter, and each of them would have a pass of its own. What ended requests leave to be told is waited for where
-        nothing else is.
+        nothing else is, for `held_s`: whoever comes next waits as long, and gains nothing by it.
         """
         deadline = monotonic() + most_s
         while self.serving is not None:
             self.arrived.clear()
-            left = min(limit_s, deadline - monotonic())
-            if left <= 0 or not self._outstanding():
+            wanted_s = limit_s if self._outstanding() else held_s if self._only_held() else 0.0
+            left = min(wanted_s, deadline - monotonic())
+            if left <= 0:
                 return
             self.hurry()
             if not self.arrived.wait(left):
@@ -120,8 +121,10 @@ class Session:
         over = {ended.request_id for ended in list(self.ends) if isinstance(ended, LoadCompleted)}
         requests = self.requests.values()
         loading = any(one.receiving and not one.reported and one.id not in over for one in requests)
-        if loading or any(one.later and _asking(one) for one in requests):
-            return True
+        return loading or any(one.later and _asking(one) for one in requests)
+
+    def _only_held(self) -> bool:
+        requests = self.requests.values()
         # A lookup whose answer is there is asked for again in the next step.
         return not self.ends and any(one.held for one in requests) and not any(one.later for one in requests)
 

@@ -20,6 +20,8 @@ IDLE_WAIT_S = 0.01
 #: on, and so did they. A pass of a prompt takes longer than either.
 CPU_WAIT_S = 0.025
 CPU_MOST_S = 0.05
+#: The same where requests have ended and their saves alone go on, which keep nobody from computing.
+HELD_WAIT_S = 0.003
 
 
 class Results(NamedTuple):
@@ -66,7 +68,8 @@ class WorkerRole:
         """
         session = self._session
         if idle:
-            session.wait(*((CPU_WAIT_S, CPU_MOST_S) if self._on_cpu else (IDLE_WAIT_S, IDLE_WAIT_S)))
+            limit_s, most_s = (CPU_WAIT_S, CPU_MOST_S) if self._on_cpu else (IDLE_WAIT_S, IDLE_WAIT_S)
+            session.wait(limit_s, most_s, HELD_WAIT_S)
         session.see()
         results = Results(set(), set(), set())
         while session.ends:

@@ -23,7 +23,7 @@ LONG_S = 20.0
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a pass waits for ever, so that a test sees what ends its wait."""
-    for name in ("CPU_WAIT_S", "CPU_MOST_S"):
+    for name in ("CPU_WAIT_S", "CPU_MOST_S", "HELD_WAIT_S"):
         monkeypatch.setattr(worker, name, LONG_S)
 
 
@@ -134,6 +134,26 @@ def test_a_step_that_computes_nothing_waits_for_loads_that_end_one_after_the_oth
     engine.worker.results(idle=True)
     assert (waits.now, len(waits.left)) == (pytest.approx(waited_s), left)
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_step_beside_saves_of_requests_that_ended_waits_shorter_since_whoever_comes_next_gains_nothing(
+    on_cpu: bool, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "HELD_WAIT_S", 0.02)
+    for name in ("IDLE_WAIT_S", "CPU_WAIT_S", "CPU_MOST_S"):
+        monkeypatch.setattr(worker, name, LONG_S)
+    engine = make(grace_s=0.0)
+    engine.worker = WorkerRole(engine.session, windows=False, on_cpu=on_cpu)
+    gate = engine.call(engine.server.device.script.hold, "gather")
+    engine.add("ended", TOKENS, max_tokens=1)
+    engine.until(lambda: "ended" in engine.ended)
+    began = time.monotonic()
+    engine.step()
+    assert 0.02 <= time.monotonic() - began < LONG_S / 2
+    assert "ended" in engine.session.requests
+    engine.call(gate.release)
+    engine.run()
 
 
 @pytest.mark.usefixtures("patient")
