@@ -43,9 +43,7 @@ def in_order_of_each(
     group: int, cache: GroupCache, sources: Sequence[Source], *, to_host: bool
 ) -> list[tuple[torch.Tensor, list[int]]]:
     """As `in_slot_order`, of each of several buffers. No page may be written twice by all of them."""
-    index, slots = _checked(
-        group, cache, [(each.pages, each.buffer.nbytes, each.offsets) for each in sources], to_host=to_host
-    )
+    index, slots = _checked(group, cache, _places(sources), to_host=to_host)
     found, begin = [], 0
     for each in sources:
         end = begin + len(each.pages)
@@ -58,9 +56,7 @@ def places_of(
     group: int, cache: GroupCache, sources: Sequence[Source], *, to_host: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The pages of several buffers, and the address of each, in their order; after the checks of `in_slot_order`."""
-    index, slots = _checked(
-        group, cache, [(each.pages, each.buffer.nbytes, each.offsets) for each in sources], to_host=to_host
-    )
+    index, slots = _checked(group, cache, _places(sources), to_host=to_host)
     begins = [each.buffer.address for each in sources]
     addresses = slots + np.repeat(np.asarray(begins, dtype=np.int64), [len(each.pages) for each in sources])
     if to_host:

@@ -229,7 +229,7 @@ class TorchCopier:
             with leaving_nothing_behind(stream.name, torch_stream.cuda):
                 for pages, addresses in rectangles:
                     copy_strips(strips, pages, addresses, to_host=to_host)
-                for memory, (index, slots) in zip(memories, ordered, strict=False):
+                for memory, (index, slots) in zip(memories if ordered else (), ordered, strict=True):
                     if isinstance(memory, TorchSegment) and torch_stream.cuda is None:
                         fill_pages(memory, cache, index.tolist(), slots)
                     elif torch_stream.scratch is None:

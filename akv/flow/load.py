@@ -33,6 +33,8 @@ from akv.values.messages import BadPage
 #: 512 pages, 4 GiB, their 99th percentile was 48 % above that of steps alone.
 MOST_PAGES_AT_A_TIME = 128
 MOST_BYTES_AT_A_TIME = 512 << 20
+#: Stretches from which on a load waits for lulls: its calls would meet many steps, and a wait is little beside all of it.
+PATIENT_FROM = 4
 #: The pool has no such value, or not any more: what is damaged has been removed. So a put can bring it back.
 _GONE = frozenset({KeyState.MISSING, KeyState.DAMAGED})
 
@@ -78,7 +80,7 @@ async def _move(parts: WorkerParts, staging: Staging, stream: CopyStream, record
     async with overlapping(staging) as transfer:
         ahead = None
         if parts.reads is not None:
-            patient = len(stretches) > 1
+            patient = len(stretches) >= PATIENT_FROM
             read = partial(_read_directly, parts, parts.reads, stream, record, transfer, patient)
             ahead = ReadAhead(read, stretches, transfer)
         for number, stretch in enumerate(stretches):

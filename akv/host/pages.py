@@ -100,6 +100,8 @@ class FreePages:
         """Make so many blocks. The caller has looked at `blocks` first: here are no half-taken blocks."""
         if not self._free:
             return [Block((), self._windows) for _ in range(blocks)]
+        if blocks > self.blocks:
+            raise IndexError(f"{blocks} blocks are to be taken of {self.blocks}")
         columns = [free[: -blocks - 1 : -1] for free in self._free]
         for free in self._free:
             del free[len(free) - blocks :]

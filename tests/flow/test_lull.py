@@ -145,6 +145,7 @@ async def test_R6_beside_decoding_a_long_load_asks_in_short_stretches_and_only_b
 ) -> None:
     # Four blocks, which is a batch of the slots: nine are three stretches.
     monkeypatch.setattr(load_module, "MOST_PAGES_AT_A_TIME", 8)
+    monkeypatch.setattr(load_module, "PATIENT_FROM", 3)
     scene = Scene()
     async with scene.server.open() as kv:
         calls = await scene.calls_of_a_load(kv)
@@ -153,6 +154,17 @@ async def test_R6_beside_decoding_a_long_load_asks_in_short_stretches_and_only_b
     for call in calls:
         assert SETTLED_S - 1e-6 <= call.started_at % STEP_S <= LATEST_S + 1e-6
     assert scene.server.left_behind() == []
+
+
+async def test_R6_a_load_of_few_stretches_waits_for_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "MOST_PAGES_AT_A_TIME", 8)
+    scene = Scene()
+    async with scene.server.open() as kv:
+        calls = await scene.calls_of_a_load(kv)
+    # Those of three stretches, and the first of them at once.
+    assert [call.size.keys for call in calls if call.kind is CallKind.READ] == [8, 8, 2]
+    assert min(call.started_at for call in calls) == pytest.approx(3 * STEP_S, abs=SETTLED_S / 2)
+    assert max(call.started_at for call in calls) < 4 * STEP_S
 
 
 async def test_R6_a_load_that_is_one_stretch_waits_for_no_pass() -> None:

@@ -9,7 +9,8 @@ import gc
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
 import anyio
@@ -106,6 +107,16 @@ def _prompt_bytes(shape: Shape, tokens: int) -> int:
     return total
 
 
+@contextmanager
+def _lock_handed_over_within(seconds: float) -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 class _Run:
     def __init__(self, servers: Servers, lengths: Sequence[int], rounds: int, tell: Tell) -> None:
         self._servers, self._lengths, self._rounds, self._tell = servers, lengths, rounds, tell
@@ -125,13 +136,13 @@ class _Run:
         # the interpreter lock is given it after 5 ms.
         gc.collect()
         gc.freeze()
-        sys.setswitchinterval(SWITCH_S)
-        for number in range(self._rounds):
-            for length in self._lengths:
-                for turn in range(_turns(length)):
-                    await self._round(f"{number} {turn}", length, saves_first=(number + turn) % 2 == 1)
-        at_once = await self._at_once(at_once_tokens(self._lengths))
-        beside = await self._beside()
+        with _lock_handed_over_within(SWITCH_S):
+            for number in range(self._rounds):
+                for length in self._lengths:
+                    for turn in range(_turns(length)):
+                        await self._round(f"{number} {turn}", length, saves_first=(number + turn) % 2 == 1)
+            at_once = await self._at_once(at_once_tokens(self._lengths))
+            beside = await self._beside()
         figures = EngineFigures(
             device=await to_thread.run_sync(self._servers.model.device_name),
             shape=self._shape.name,
