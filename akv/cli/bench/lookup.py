@@ -66,6 +66,7 @@ class _NoDevice:
     """A device without pages: a lookup touches none. Staging memory is plain."""
 
     page_counts = (1,) * GROUPS
+    copies_behind_calls = False
 
     def host_buffer(self, nbytes: int) -> HostBuffer:
         return _Memory(nbytes)
