@@ -154,13 +154,13 @@ class DirectRead:
 
         **Cancellation:** the query goes on and touches nothing.
         """
-        # A load that has failed asks nobody.
+        if self._patient and not self.over:
+            await self._reads.lulls.wait()
+        # A load that has failed, as it may have in that wait, asks nobody.
         if self._record.verdict is not None or self._first is None:
             return
         answer = self._second
         if answer is None:
-            if self._patient:
-                await self._reads.lulls.wait()
             answer = await self._parts.desk.run(CallKind.DESCRIBE, self._ask_again, CallSize(len(self._places)))
         # An owner may have ended since: what it held stays as it was while it is mapped here.
         changed = [key for key, bad in answer.bad.items() if bad is Staged.REFUSED]

@@ -149,7 +149,7 @@ class DeviceCopier(Protocol):
         ...
 
     def scatter_from(self, stream: CopyStream, group: int, sources: Sequence[Source], after: PassEvent) -> PassEvent:
-        """As `scatter`, from several buffers, one page from one of them. Returns the end of all of it.
+        """As `scatter`, from several buffers, each page from one of them. Returns the end of all of it.
 
         One call, because what a call costs the host is as much as tens of pages cost, however few it copies. If it raises,
         nothing of any of them is queued or running.

@@ -206,7 +206,7 @@ class SchedulerRole:
         """All of it is here. In place of a lookup that has not begun, as none has where vLLM schedules what has just come, one
         that asks the pool nothing: it opens the request.
         """
-        if tracked.asked is not None and not tracked.asked.done():
+        if tracked.asked is not None and not tracked.asked.done() and tracked.asked_for != local_tokens:
             self._begin_lookup(tracked, local_tokens)
 
     def _answer(self, tracked: Tracked) -> Offer | None:

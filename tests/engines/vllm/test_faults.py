@@ -137,8 +137,12 @@ def test_L1_a_request_that_vllm_has_as_a_whole_asks_the_pool_nothing_and_is_open
     request = engine.add("a", LONG if windows else TOKENS)
     whole = (len(request.all_token_ids) - 1) // engine.server.tokens_per_block * engine.server.tokens_per_block
     assert engine.scheduler.matched(request, whole) == (0, False)
-    busy.set()
     tracked = engine.session.requests["a"]
+    asked = tracked.asked
+    # As in each step in which vLLM has no room for it: what opens the request is not taken back.
+    assert engine.scheduler.matched(request, whole) == (0, False)
+    assert tracked.asked is asked
+    busy.set()
     assert tracked.asked.result(LONG_S).tokens == 0
     assert all(call.kind is not CallKind.PROBE for call in engine.server.runner.calls)
     assert tracked.request is not None
