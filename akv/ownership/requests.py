@@ -341,7 +341,8 @@ class Requests:
             return []
         if record.phase in WITHDRAWN:
             record.awaits_unread = True
-            return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation)]
+            preempted = happening is Happening.PREEMPT
+            return [Withdrawal(request_id=record.request_id, incarnation=record.incarnation, preempted=preempted)]
         return self._close_if_done(record)
 
     def _queue(self, orders: list[SaveOrder], now: float, *, is_pass: bool) -> tuple[list[SaveOrder], Shed | None]:

@@ -13,8 +13,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from akv.values.layout import Layout
+
 #: Changes whenever the meaning of a message changes. Halves of different versions refuse each other at start.
-MESSAGE_VERSION = 2
+MESSAGE_VERSION = 3
 
 
 #: Pages of each layer group, in the order of the layout; `()` for none at all.
@@ -51,7 +53,7 @@ def select_pages(columns: GroupPages, keep: Sequence[bool]) -> GroupPages:
     )
 
 
-class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Scheduler to worker: fill these pages. They are the connector's until the worker reports a terminal state (D2)."""
 
     load_id: int
@@ -85,18 +87,66 @@ class SaveOrder(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(group.pages) for group in self.groups)
 
 
-class Withdrawal(msgspec.Struct, frozen=True, kw_only=True):
+class Withdrawal(msgspec.Struct, frozen=True, kw_only=True, tag="withdraw"):
     """Scheduler to worker: this incarnation ended. Stop its load, drop its saves that have not been read yet."""
 
     request_id: str
     incarnation: int
+    #: The engine has taken the pages away, and writes them in the next pass: nothing may read them any more when that begins.
+    preempted: bool = False
 
 
-class PassPlan(msgspec.Struct, frozen=True, kw_only=True):
+class PassPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Scheduler to worker: what to do around one pass of the engine. Ends exactly once (S2)."""
 
     plan_id: int
     saves: tuple[SaveOrder, ...] = ()
+    version: int = MESSAGE_VERSION
+
+
+class PlanEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Scheduler to worker, behind a pass that was queued on the execution stream: publish these saves of its plan, no others.
+
+    In one process nothing of the kind is said: there the halves share the plan's end.
+    """
+
+    plan_id: int
+    #: Their `save_id`s, ascending by no order but the plan's.
+    saves: tuple[int, ...] = ()
+
+
+class PlanDropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+    """Scheduler to worker: the pass of this plan will not run; its slots go back."""
+
+    plan_id: int
+
+
+class SavesNow(msgspec.Struct, frozen=True, kw_only=True, tag="saves"):
+    """Scheduler to worker: a request finished; read these pages behind whatever is queued on the execution stream by now."""
+
+    saves: tuple[SaveOrder, ...]
+
+
+class Renamed(msgspec.Struct, frozen=True, kw_only=True, tag="renamed"):
+    """Scheduler to worker: new weights. What begins from here on is named after this revision (K8)."""
+
+    revision: str
+
+
+class NoMoreWork(msgspec.Struct, frozen=True, kw_only=True, tag="no_more"):
+    """Scheduler to worker: the server goes on without a cache. What waits ends with this reason (O8)."""
+
+    reason: str
+
+
+#: One thing that the scheduler half says.
+RankOrder: TypeAlias = LoadOrder | PassPlan | PlanEnded | PlanDropped | SavesNow | Withdrawal | Renamed | NoMoreWork
+
+
+class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler to the worker half of every rank: to be carried out in this order, by each of them."""
+
+    orders: tuple[RankOrder, ...] = ()
     version: int = MESSAGE_VERSION
 
 
@@ -203,3 +253,26 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: int
     #: Pages in each group's cache, in the order of the layout: the bound that page indices are checked against.
     page_counts: tuple[int, ...]
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker half of one rank to the scheduler: what became of its orders, and of itself, since it said so last."""
+
+    rank: int
+    report: PassReport = PassReport()
+    #: The pool was lost for this rank, and is back: what it stored before may be gone (S13).
+    pool_returned: bool = False
+    #: Why it serves no more; empty while it does. Its loads fail and its saves are refused from here on (O8).
+    degraded: str = ""
+    version: int = MESSAGE_VERSION
+
+
+class RankHello(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker half of one rank to the scheduler, before anything else: what both must agree on (D1).
+
+    The layout comes with it, because an engine's scheduler may have no tensors to see it from.
+    """
+
+    rank: int
+    terms: Terms
+    layout: Layout

@@ -112,8 +112,8 @@ class Scene:
 
     # -- what a scheduler half answers
 
-    def withdrawal(self, record: RequestRecord) -> Withdrawal:
-        return Withdrawal(request_id=record.request_id, incarnation=record.incarnation)
+    def withdrawal(self, record: RequestRecord, *, preempted: bool = False) -> Withdrawal:
+        return Withdrawal(request_id=record.request_id, incarnation=record.incarnation, preempted=preempted)
 
     def completed(self, record: RequestRecord, stored: int = 0, refused: int = 0) -> SavesCompleted:
         return SavesCompleted(

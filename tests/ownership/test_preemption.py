@@ -21,7 +21,7 @@ def preempted(scene: "Scene", record: "RequestRecord") -> None:
 def test_D8_the_life_goes_on_as_another_incarnation_without_pages(scene: "Scene") -> None:
     record = scene.opened()
     scene.passed(record, 3)
-    was, withdrawal, completed = record.incarnation, scene.withdrawal(record), scene.completed(record)
+    was, withdrawal, completed = record.incarnation, scene.withdrawal(record, preempted=True), scene.completed(record)
     assert scene.requests.preempt(record) == [withdrawal]
     assert record.phase is Phase.PREEMPTING
     assert scene.requests.preempt(record) == [], "idempotent while under way"

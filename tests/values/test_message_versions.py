@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import (
     MESSAGE_VERSION,
     BadPage,
@@ -14,11 +15,19 @@ from akv.values.messages import (
     LoadOrder,
     LoadResult,
     LoadState,
+    NoMoreWork,
     PagesUnread,
     PassPlan,
     PassReport,
+    PlanDropped,
+    PlanEnded,
+    RankHello,
+    RankOrders,
+    RankReport,
+    Renamed,
     SaveOrder,
     SaveResult,
+    SavesNow,
     Terms,
     Withdrawal,
 )
@@ -36,6 +45,15 @@ FAILED = LoadResult(
     **WORK,
 )
 SAVED = SaveResult(save_id=5, stored=(3,), refused=(4,), dropped=(5,), bytes=4096, reason="no_space", **WORK)
+LAYOUT = Layout(
+    tokens_per_block=32,
+    world=2,
+    groups=(
+        LayerGroup(
+            layers=(0,), dtype="float32", kv_heads=2, head_size=8, regions=(Region(name="layers.0", bytes_per_page=2048),)
+        ),
+    ),
+)
 TERMS = Terms(
     version=MESSAGE_VERSION,
     load_mode="async",
@@ -57,6 +75,20 @@ MESSAGES: list[msgspec.Struct] = [
     PagesUnread(**WORK),
     PassReport(loads=(LOADED, FAILED), saves=(SAVED,), unread=(PagesUnread(**WORK),)),
     TERMS,
+    RankOrders(
+        orders=(
+            LoadOrder(load_id=4, groups=(COLUMN,), **WORK),
+            PassPlan(plan_id=6, saves=(SAVE,)),
+            PlanEnded(plan_id=6, saves=(SAVE.save_id,)),
+            PlanDropped(plan_id=7),
+            SavesNow(saves=(SAVE,)),
+            Withdrawal(preempted=True, **WORK),
+            Renamed(revision="step-2"),
+            NoMoreWork(reason="degraded"),
+        )
+    ),
+    RankReport(rank=1, report=PassReport(loads=(FAILED,)), pool_returned=True, degraded="DeviceError"),
+    RankHello(rank=1, terms=TERMS, layout=LAYOUT),
 ]
 EACH = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 
