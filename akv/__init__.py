@@ -21,6 +21,7 @@ from akv.errors import (
 )
 from akv.plan.tokens import Tokens
 from akv.ports import Ports
+from akv.ranks import Scheduler, Worker, open_scheduler, open_worker
 from akv.request import Load, Request
 from akv.services.notices import Changed
 from akv.settings import (
@@ -81,6 +82,7 @@ __all__ = [
     "Request",
     "SavesCompleted",
     "Scheduled",
+    "Scheduler",
     "Scope",
     "Settings",
     "SettingsError",
@@ -88,8 +90,11 @@ __all__ = [
     "StoreSettings",
     "TokenError",
     "Tokens",
+    "Worker",
     "check_settings",
     "explain_settings",
     "open_connector",
+    "open_scheduler",
+    "open_worker",
     "read_settings",
 ]

@@ -7,25 +7,20 @@ group that it owns.
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from types import TracebackType
 from typing import Any, TypeAlias
-
-from anyio import create_task_group
 
 from akv import observe
 from akv.errors import AkvError, ConnectorBroken, NotOpenError, SettingsError
 from akv.flow.release import ended_with_block
 from akv.halves import Halves
-from akv.plan.integrity import trailer_bytes
-from akv.plan.keys import layout_fingerprint
+from akv.opening import Opening, check_all, own_ports, running
 from akv.plan.tokens import Tokens
 from akv.ports import Ports
-from akv.ports.calls import CallKind
 from akv.request import Request
 from akv.services.notices import Changed
-from akv.settings import Settings, check_backlog, check_settings, check_staging
-from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities, check_capabilities
-from akv.values.layout import Layout, check_layout
+from akv.settings import Settings
+from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities
+from akv.values.layout import Layout
 from akv.values.messages import PagesPerGroup, PassPlan
 from akv.values.pressure import Pressure
 from akv.values.requests import Completion, Scheduled
@@ -197,35 +192,6 @@ class Connector:
         self._halves.end_plan(lambda: self._halves.scheduler.passes.drop(plan, "dropped by the engine"))
 
 
-class _Opening(AbstractAsyncContextManager[Connector]):
-    """A connector that is not open yet: entering opens it, anything else says so."""
-
-    def __init__(self, opening: AbstractAsyncContextManager[Connector]) -> None:
-        self._opening = opening
-        self._entered = False
-        self._open = False
-
-    async def __aenter__(self) -> Connector:
-        if self._entered:
-            raise NotOpenError("this connector was opened before, and a connector is opened once: call open_connector() again")
-        self._entered = True
-        kv = await self._opening.__aenter__()
-        self._open = True
-        return kv
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        # Whoever enters and leaves by hand, in a server's start and stop hooks, may stop what never started, and stop twice.
-        if not self._open:
-            return None
-        self._open = False
-        return await self._opening.__aexit__(kind, error, trace)  # noqa: ASYNC102 - bounded there
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotOpenError(f"the connector is not open, so it has no {name!r}: write `async with open_connector(...) as kv:`")
-
-
 def open_connector(
     settings: Settings | Mapping[str, Any],
     layout: Layout,
@@ -248,7 +214,7 @@ def open_connector(
 
     Raises SettingsError, DependencyError, PoolError: then nothing stays open. **Cancellation:** closes as any error does.
     """
-    return _Opening(_open_connector(settings, layout, caches, stream, capabilities, ports))
+    return Opening(_open_connector(settings, layout, caches, stream, capabilities, ports), "open_connector")
 
 
 @asynccontextmanager
@@ -260,111 +226,16 @@ async def _open_connector(
     capabilities: EngineCapabilities,
     given: Ports | None,
 ) -> AsyncIterator[Connector]:
-    settings = check_settings(raw)
-    check_layout(layout)
-    check_capabilities(capabilities, layout)
-    check_staging(settings, layout.largest_page_bytes + trailer_bytes(settings.integrity))
-    check_backlog(settings, sum(group.bytes_per_page for group in layout.groups if not group.is_window))
+    settings = check_all(raw, layout, capabilities)
     if layout.world != 1:
         raise SettingsError(
-            "layout.world", layout.world, "this connector serves one rank", "Use a layout of one rank, world=1."
+            "layout.world",
+            layout.world,
+            "this connector serves one rank",
+            "Use open_scheduler() and, for each rank, open_worker(); or a layout of one rank, world=1.",
         )
     async with AsyncExitStack() as stack:
-        ports = given if given is not None else await stack.enter_async_context(_own_ports(settings, layout, caches, stream))
+        ports = given if given is not None else await stack.enter_async_context(own_ports(settings, layout, caches, stream))
         halves = Halves(settings, layout, ports, capabilities)
-        async with _running(halves, layout):
+        async with running(halves, layout):
             yield Connector(halves)
-
-
-@asynccontextmanager
-async def _running(halves: Halves, layout: Layout) -> AsyncIterator[None]:
-    """Run the halves' services around a block. The block's own error leaves as it is, a service's as ConnectorBroken."""
-    settings = halves.settings
-    block_failed: BaseException | None = None
-    try:
-        async with create_task_group() as group:
-            try:
-                with observe.step(
-                    observe.CONNECTOR_OPEN,
-                    pool=settings.pool,
-                    role=settings.role,
-                    layout=layout_fingerprint(layout),
-                    groups=len(layout.groups),
-                    loaders=settings.loaders,
-                    savers=settings.savers,
-                ):
-                    await halves.open(group)
-                yield
-            except BaseException as error:
-                block_failed = error
-                raise
-            finally:
-                # In a task of its own, which the group waits for: asyncio's own cancellation goes through shields, and would
-                # cut the closing short with copies and calls under way.
-                group.start_soon(_close, halves, block_failed is None)
-    except BaseExceptionGroup as failures:
-        interrupt = _first_interrupt(failures)
-        if interrupt is not None:
-            # trio raises Ctrl-C in whatever task runs, a service's too, and the block was only cancelled for it. That must not
-            # leave in its place.
-            block_failed = interrupt
-        elif block_failed is None or halves.services.raises:
-            raise ConnectorBroken(
-                "the connector stopped: one of its services failed. Requests go on without a cache; the cause is attached"
-            ) from failures
-    finally:
-        # What a call may still touch stays registered, whatever cut the closing short (M1).
-        if not halves.calls.outstanding:
-            halves.worker.unregister()
-    if block_failed is not None:
-        # The task group wraps whatever leaves it; the embedding program's own error is not a group of errors. Raised here, and
-        # not while the group is handled, so that its context stays its own.
-        raise block_failed
-
-
-def _first_interrupt(failures: BaseExceptionGroup) -> BaseException | None:
-    """What ends the program and no task."""
-    for failure in failures.exceptions:
-        if isinstance(failure, KeyboardInterrupt | SystemExit):
-            return failure
-        if isinstance(failure, BaseExceptionGroup) and (inner := _first_interrupt(failure)) is not None:
-            return inner
-    return None
-
-
-async def _close(halves: Halves, orderly: bool) -> None:
-    try:
-        with observe.step(observe.CONNECTOR_CLOSE, requests=len(halves.scheduler.requests)) as closing:
-            closing["outstanding_calls"] = await halves.close(orderly=orderly)
-    finally:
-        halves.services.stop()
-
-
-@asynccontextmanager
-async def _own_ports(settings: Settings, layout: Layout, caches: Caches, stream: Any) -> AsyncIterator[Ports]:
-    """Mooncake, torch and threads. Imported here, so that `import akv` stays light and other ports need none of them."""
-    from akv.device import open_torch_device  # noqa: PLC0415
-    from akv.pool import RegisteredSegments, ThreadRunner, open_pool, posting  # noqa: PLC0415
-
-    device = open_torch_device(layout, caches, stream)
-    runner = ThreadRunner(
-        {
-            CallKind.PROBE: settings.probe_concurrency,
-            CallKind.GET: settings.loaders,
-            CallKind.PUT: settings.savers,
-            CallKind.COPY: settings.loaders + settings.savers,
-            CallKind.SNAPSHOT: 1,
-            # A stretch that a device copies keeps its place until the copy has ended; the next one is asked for meanwhile.
-            CallKind.READ: (2 if device.copies_behind_calls else 1) * settings.loaders,
-            CallKind.DESCRIBE: settings.loaders,
-            CallKind.MAP: 1,
-        }
-    )
-    segments = RegisteredSegments(settings.store)
-    async with open_pool(settings) as pool:
-        try:
-            with posting(settings.store) as board:
-                yield Ports(pool=pool, device=device, runner=runner, segments=segments, board=board)
-        finally:
-            if not runner.outstanding:
-                device.close()

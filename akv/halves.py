@@ -1,5 +1,5 @@
-"""The two halves of a connector joined in one process: their messages in memory, their tasks, and what ended and nobody
-fetched.
+"""A scheduler half and what it speaks to: the worker half of the same process, by calls, or those of several ranks in others,
+by messages. Keeps what ended and nobody fetched.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,38 +14,30 @@ from anyio.lowlevel import checkpoint
 
 from akv import observe
 from akv.errors import DeviceError, PagesLost, SettingsError
-from akv.flow.calls import CallDesk
-from akv.flow.sealing import SealedPool
-from akv.flow.snapshot import Snapshot
+from akv.flow.snapshot import Taken
 from akv.ownership.plans import UnknownPlan
 from akv.ownership.request_record import LoadHold, RequestRecord
-from akv.ownership.store_calls import StoreCalls
 from akv.plan.keys import KeySpace
 from akv.plan.lifecycle import Phase
 from akv.plan.terms import check_terms
 from akv.ports import Ports
-from akv.ports.calls import CallKind, CallSize
 from akv.scheduler import SchedulerHalf
-from akv.services.breaker import PoolBreaker
-from akv.services.health import HealthLatch
 from akv.services.notices import Changed, Notices
-from akv.services.poller import StreamPoller
-from akv.services.supervisor import Supervisor
 from akv.services.teller import StatsTeller
 from akv.settings import Settings
+from akv.side import Side, sealed
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPlan, pages_per_group
 from akv.values.requests import Completion, LoadCompleted, SavesCompleted
 from akv.worker import WorkerHalf
+from akv.workers import RemoteWorkers, Workers
 
 #: Completions that are kept for `completed()`. An engine that polls fetches them every pass; one that never does must not grow
 #: by those whose waits were cancelled.
 MOST_UNFETCHED = 65_536
 #: The reason with which loads fail and saves are refused once the connector goes on without a cache.
 DEGRADED = "degraded"
-#: Seconds beyond the shutdown deadline in which the threads that are idle by then may end.
-THREADS_GRACE_S = 1.0
 
 
 Ended = TypeVar("Ended")
@@ -59,23 +51,31 @@ def _is_over(record: RequestRecord) -> bool:
     return record.phase in (Phase.CLOSED, Phase.LOST)
 
 
-class Halves:
-    """One server's scheduler half and the worker half of its one rank, with what both of them hang on."""
+class Halves(Side):
+    """One server's scheduler half and the worker half of its one rank, with what both of them hang on; or, where its worker
+    halves live in other processes, the former with those as messages reach them.
+    """
 
-    def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        ports: Ports,
+        capabilities: EngineCapabilities,
+        ranks: RemoteWorkers | None = None,
+    ) -> None:
+        """`ranks`: the worker halves of other processes; None: the one worker half is in this process."""
+        keys = KeySpace.of_settings(settings, layout)
+        ports = sealed(settings, ports)
+        super().__init__(settings, ports, keys.space)
         self._layout = layout
         self.groups = len(layout.groups)
-        self.latch = HealthLatch()
         self.notices = Notices(self.latch)
         self.changed = Changed(self.latch)
-        self.calls = StoreCalls()
         #: What ended and nobody fetched, by the number of the load or of the request's incarnation (one counter gives both).
         self._completions: dict[int, LoadCompleted | SavesCompleted] = {}
         #: Pages that left quarantine, for `completed()`.
         self._released: list[PagesReleased] = []
-        self._runner = ports.runner
-        self.services = Supervisor(self._service_failed)
         #: Set when it turns into "no cache".
         self._degraded = Event()
         #: Whether what is under way since then has had its time; what has no end by now has none.
@@ -86,43 +86,47 @@ class Halves:
         #: Whole blocks that passes computed without a cache.
         self.unsaved_blocks = 0
         self._tokens_per_block = layout.tokens_per_block
-        self._poller = StreamPoller(settings.poll_tick_s)
-        keys = KeySpace.of_settings(settings, layout)
-        if settings.integrity != "off":
-            ports = msgspec.structs.replace(ports, pool=SealedPool(ports.pool, settings.integrity_secret.encode()))
-        self.breaker = breaker = PoolBreaker()
-        self._desk = desk = CallDesk(ports.runner, self.calls, self._poller, breaker)
-        # Every key of a page has more parts, so nobody writes this one.
-        self._ask = partial(desk.run, CallKind.PROBE, partial(ports.pool.probe, [f"{keys.space}/breaker"]), CallSize(1))
-        self.scheduler = SchedulerHalf(settings, layout, keys, ports, desk, breaker, self._ended, capabilities)
-        report = self.scheduler.on_report
-        self.worker = WorkerHalf(settings, layout, keys, ports, desk, breaker, self._poller, report, capabilities)
+        desk, breaker = self._desk, self.breaker
+        counts = ports.device.page_counts if ranks is None else ranks.page_counts
+        self.scheduler = SchedulerHalf(settings, layout, keys, counts, ports.pool, desk, breaker, self._ended, capabilities)
+        self.worker: Workers = ranks or WorkerHalf(
+            settings, layout, keys, ports, desk, breaker, self._poller, self.scheduler.on_report, capabilities
+        )
         self._teller = StatsTeller(settings, ports.board, desk.run, self.worker.reads)
         breaker.quarantine_full = self.worker.quarantine_full
         breaker.on_open = self.worker.refuse_queued
         breaker.on_close = self.scheduler.requests.new_generation
-        check_terms(self.scheduler.terms, self.worker.terms)
-        entries = self.scheduler.worker
-        entries.fence = self.worker.fence
-        entries.accept_load = self.worker.accept_load
-        entries.accept_saves = self.worker.accept_saves
-        entries.withdraw = self.worker.withdraw
-        entries.pass_begins = self.worker.pass_begins
-        entries.plan_arrived = self.worker.plan_arrived
-        entries.plan_dropped = self.worker.plan_dropped
-        self.scheduler.no_cache = lambda: bool(self.latch.degraded)
+        for terms in self.worker.all_terms:
+            check_terms(self.scheduler.terms, terms)
+        self._join(self.worker)
+        if ranks is not None:
+            ranks.listen(self.scheduler.on_report, self.scheduler.requests.new_generation, self._rank_degraded)
 
-    async def open(self, group: TaskGroup) -> None:
-        """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
+    @property
+    def local_worker(self) -> WorkerHalf:
+        """The worker half of this process, where that is where it lives."""
+        if not isinstance(self.worker, WorkerHalf):
+            raise AssertionError("the worker halves live in other processes")  # noqa: TRY004 - a slip of ours, and no argument
+        return self.worker
+
+    def _join(self, worker: Workers) -> None:
+        entries = self.scheduler.worker
+        entries.fence = worker.fence
+        entries.accept_load = worker.accept_load
+        entries.accept_saves = worker.accept_saves
+        entries.withdraw = worker.withdraw
+        entries.pass_begins = worker.pass_begins
+        entries.plan_arrived = worker.plan_arrived
+        entries.plan_dropped = worker.plan_dropped
+        self.scheduler.no_cache = lambda: bool(self.latch.degraded)
+        self.scheduler.gets_hang = worker.gets_hang
+
+    async def _open_rest(self, group: TaskGroup) -> None:
         start = partial(self.services.start, group)
-        await start(self._deliver_ends, sees_ends=True)
-        await start(self._poller.run, sees_ends=True)
-        await start(partial(self.breaker.run, self._ask))
         await start(self.scheduler.holds.run)
         await start(self._name_lost)
         await self.worker.open(start)
         await start(self._teller.run)
-        self.services.all_started = True
         if self.settings.key_format != "akv":
             observe.emit(observe.KEYS_FOREIGN, key_format=self.settings.key_format)
 
@@ -147,9 +151,16 @@ class Halves:
             # Calls that nobody waits for any more, too: a registration of memory, a get that was given up.
             await self._desk.drained()
         self._teller.tell()
-        with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
-            await self._runner.close(max(0.0, deadline - current_time()))
-        return self.calls.outstanding
+        return await self._close_calls(deadline)
+
+    @property
+    def requests(self) -> int:
+        """Those that have not ended."""
+        return len(self.scheduler.requests)
+
+    def unregister(self) -> None:
+        """As `Side.unregister`."""
+        self.worker.unregister()
 
     async def reset(self, revision: str) -> None:
         """New weights (K8). All that is open ends; the names change before anything waits, so nothing gets in between."""
@@ -162,7 +173,7 @@ class Halves:
         for record in ending:
             self.cancel(record)
         self.scheduler.reset(keys)
-        self.worker.reset(keys)
+        self.worker.reset(keys, revision)
         observe.emit(observe.CONNECTOR_RESET, key_space=keys.space, requests=len(ending))
         await checkpoint()
         for record in ending:
@@ -173,7 +184,7 @@ class Halves:
         """The engine's pages that a store call touches; and copies, once nobody but the shutdown waits for their end."""
         unseen = self.worker.copied_pages if self.latch.tripped or self.latch.degraded else []
         lost = [lost.pages for lost in self._lost.values()]
-        touched = pages_per_group([*self.calls.pages, *unseen], self.groups)
+        touched = pages_per_group([*self.calls.pages, *self.worker.called_pages, *unseen], self.groups)
         return _merged([touched, *lost]) if lost else touched
 
     def fetch(self) -> list[Completion]:
@@ -243,7 +254,7 @@ class Halves:
         planned, after = self.end_plan(lambda: self.scheduler.passes.take(plan))
         if self.latch.degraded and self.settings.role != "consumer":
             self.unsaved_blocks += sum(max(0, p.end - p.before // self._tokens_per_block) for p in planned.parts)
-        snapshots: dict[int, Snapshot] = {}
+        snapshots: dict[int, Taken] = {}
         try:
             # Asked always: slots of orders that are not wanted any more go back.
             with self.latch.ending_waits():
@@ -290,33 +301,16 @@ class Halves:
             return True
         return False
 
-    async def _deliver_ends(self, *, task_status: TaskStatus[None]) -> None:  # noqa: ASYNC128 - the runner says it
-        """Run the runner's service, and say so when it ends."""
-        try:
-            await self._runner.serve(task_status=task_status)
-        finally:
-            self._desk.no_more_ends()
+    def _rank_degraded(self, rank: int, why: str) -> None:
+        """The worker half of a rank serves no more, and a block without one rank's page is of no use to any (L2)."""
+        observe.emit(observe.RANK_DEGRADED, rank=rank, reason=why)
+        if self.latch.degrade(f"rank {rank} serves no more: {why}"):
+            self._serve_no_more()
 
-    def _service_failed(self, error: Exception) -> bool:
-        """Whether the program around the connector goes on (O8)."""
-        return self._fail(f"a service failed with {type(error).__name__}: {error}", error)
-
-    def _fail(self, why: str, error: BaseException) -> bool:
-        """The connector is broken or, where that is wanted and it is open, without a cache. Says whether the block goes on."""
-        if self.settings.on_failure == "degrade" and self.services.all_started:
-            # Each of them is told: what fails later may be another fault.
-            observe.emit(observe.CONNECTOR_DEGRADED, reason=type(error).__name__, error=error)
-            if self.latch.degrade(why):
-                self._serve_no_more()
-            return True
-        self.latch.break_(why)
-        observe.emit(observe.CONNECTOR_BROKEN, reason=type(error).__name__, error=error)
-        # In the midst of closing, too: what nobody takes up any more must not be waited for.
+    def _refuse_queued(self) -> None:
         self.worker.refuse_queued()
-        return False
 
     def _serve_no_more(self) -> None:
-        """From now on there is no cache. What waits ends: at once, or when what touches its pages has ended."""
         self.breaker.shut()
         self.worker.no_more_work(DEGRADED)
         for record in self.scheduler.requests.records:

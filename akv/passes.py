@@ -4,14 +4,14 @@
 and `ownership/plans.py` keeps what is open. Synchronous: `akv/halves.py` waits for the copies between `take` and `hand_over`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from anyio import current_time
 
 from akv import observe
 from akv.errors import EngineContractError
-from akv.flow.snapshot import Snapshot
+from akv.flow.snapshot import Taken
 from akv.ownership.plans import Plans
 from akv.ownership.request_record import RequestRecord
 from akv.ownership.requests import Requests
@@ -30,10 +30,11 @@ class WorkerEntries:
     #: Marks the present end of the execution stream. Raises DeviceError.
     fence: Callable[[], PassEvent]
     accept_load: Callable[[LoadOrder, PassEvent], None]
-    accept_saves: Callable[[Sequence[SaveOrder], PassEvent, dict[int, Snapshot]], None]
+    #: The number of the plan that has ended, of which these saves are to be published; None for a request that finished.
+    accept_saves: Callable[[int | None, Sequence[SaveOrder], PassEvent, Mapping[int, Taken]], None]
     #: The engine has planned a pass, whatever it saves.
     pass_begins: Callable[[], None]
-    #: A plan asks for slots; it was dropped and gives them back.
+    #: A plan that saves something asks for its slots; it was dropped and gives them back.
     plan_arrived: Callable[[PassPlan], None]
     plan_dropped: Callable[[int], None]
     withdraw: Callable[[Withdrawal], None]
@@ -92,7 +93,7 @@ class Passes:
         plan = PassPlan(plan_id=self._plans.next_id(), saves=ordered)
         self._plans.add(Planned(plan, tuple(parts)))
         self._worker.pass_begins()
-        if windows:
+        if ordered:
             self._worker.plan_arrived(plan)
         return plan
 
@@ -170,7 +171,7 @@ class Passes:
         for planned in self._plans.contents:
             self._may_have_run(planned)
 
-    def hand_over(self, planned: Planned, after: PassEvent, snapshots: dict[int, Snapshot]) -> None:
+    def hand_over(self, planned: Planned, after: PassEvent, snapshots: Mapping[int, Taken]) -> None:
         """What is to be copied at the pass has been: hand its saves over. Raises DeviceError."""
         queued: list[SaveOrder] = []
         try:
@@ -179,15 +180,14 @@ class Passes:
                 after = self._worker.fence()
             copied = (order for order in planned.plan.saves if order.save_id in snapshots or not order.snapshot)
             queued, shed = self._requests.queue_saves(copied, current_time())
-            if queued:
-                self._worker.accept_saves(queued, after, snapshots)
+            self._worker.accept_saves(planned.plan.plan_id, queued, after, snapshots)
             if shed is not None:
                 report_shed(shed)
         finally:
             handed_over = {order.save_id for order in queued}
             for save_id, snapshot in snapshots.items():
                 if save_id not in handed_over:
-                    snapshot.claim.leave()
+                    snapshot.leave()
 
     def _tell_end(self, part: Part) -> None:
         """Count what a prompt's end was worth: how many of the ends that the rewind wants have their window (W4)."""

@@ -32,9 +32,8 @@ from akv.plan.save_bounds import closing_blocks, whole_number
 from akv.plan.terms import terms_of
 from akv.plan.tokens import Tokens
 from akv.plan.window_search import window_groups
-from akv.ports import Ports
-from akv.ports.calls import CallKind
 from akv.ports.device import PassEvent
+from akv.ports.pool import PagePool
 from akv.services.holds import HoldClock
 from akv.services.reporter import report_shed
 from akv.settings import Settings
@@ -51,28 +50,30 @@ class SchedulerHalf:
 
     #: Whether the connector goes on without a cache (O8): nothing is offered and nothing listed for saving. Set once.
     no_cache: Callable[[], bool]
+    #: Whether a get stands still, so that no load could begin before its deadline. Set once.
+    gets_hang: Callable[[], bool]
 
     def __init__(
         self,
         settings: Settings,
         layout: Layout,
         keys: KeySpace,
-        ports: Ports,
+        page_counts: tuple[int, ...],
+        pool: PagePool,
         desk: CallDesk,
         gate: PoolGate,
         ended: Callable[[LoadHold | SavesCompleted | PagesReleased], None],
         capabilities: EngineCapabilities,
     ) -> None:
         self._settings = settings
-        self._desk = desk
         self._tokens_per_block = layout.tokens_per_block
         windows, ahead = window_groups(layout.groups), capabilities.lookahead
         hashing = Hashing(layout.tokens_per_block, ahead, settings.key_format, settings.key_secret.encode())
-        self._page_counts = counts = ports.device.page_counts
+        self._page_counts = counts = page_counts
         recent = RecentChains(settings.recent_chains_tokens)
         self._negative = NegativeKeys(len(layout.groups), settings.negative_ttl_s)
         self._lookup = LookupParts(
-            pool=ports.pool,
+            pool=pool,
             desk=desk,
             keys=keys,
             groups=len(layout.groups),
@@ -245,7 +246,7 @@ class SchedulerHalf:
                 case SaveOrder():
                     if after is None:
                         raise AssertionError("a save needs the event of the pass that computed it")
-                    self.worker.accept_saves([effect], after, {})
+                    self.worker.accept_saves(None, [effect], after, {})
                 case Shed():
                     report_shed(effect)
                 case SavesCompleted():
@@ -264,7 +265,7 @@ class SchedulerHalf:
             return LookupOutcome.DEGRADED
         if record.failed_loads >= self._settings.max_load_attempts:
             return LookupOutcome.LOADS_FAILED
-        if self._desk.hangs(CallKind.GET):
+        if self.gets_hang():
             # A holder that stands still: the client waits for it a minute, and no load could begin before its deadline.
             return LookupOutcome.UNAVAILABLE
         parked = sum(other.load is not None for other in self.requests.records)

@@ -12,8 +12,6 @@ import msgspec
 from anyio import CancelScope, Event, current_time
 from anyio.lowlevel import checkpoint
 
-from akv import observe
-from akv.errors import PoolError, SettingsError
 from akv.flow.calls import CallDesk
 from akv.flow.copying import report_load
 from akv.flow.gate import PoolGate
@@ -22,23 +20,20 @@ from akv.flow.lull import Lulls
 from akv.flow.parts import WorkerParts
 from akv.flow.reads import DirectReads
 from akv.flow.save import save
-from akv.flow.snapshot import Ring, RingNews, Snapshot, take_snapshots
+from akv.flow.snapshot import Ring, RingNews, Taken, take_snapshots
 from akv.flow.staging import Staging
 from akv.ownership.backlog import SaveBacklog
 from akv.ownership.reservations import LoadRecord, Reservations
 from akv.ownership.saves import Saves, SaveTicket
 from akv.ownership.slots import SlotPool
-from akv.ownership.snapshots import SnapshotClaims
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.breaker import NOT_ASKED
 from akv.plan.direct import off_by_settings
-from akv.plan.integrity import trailer_bytes
 from akv.plan.keys import KeySpace
-from akv.plan.ring import ring_slots
 from akv.plan.terms import terms_of
 from akv.ports import Ports
-from akv.ports.calls import CallKind, CallSize
-from akv.ports.device import CopyStream, HostBuffer, HostRegion, PassEvent
+from akv.ports.calls import CallKind
+from akv.ports.device import CopyStream, HostRegion, PassEvent
 from akv.services.lanes import Lanes
 from akv.services.poller import StreamPoller
 from akv.services.reporter import TransferReporter
@@ -46,12 +41,10 @@ from akv.services.scout import SegmentScout
 from akv.settings import Settings
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
-from akv.values.messages import GroupPages, LoadOrder, PassPlan, PassReport, SaveOrder, Withdrawal
+from akv.values.messages import GroupPages, LoadOrder, PassPlan, PassReport, SaveOrder, Terms, Withdrawal
 from akv.values.pressure import BreakerState, Pressure, Reads, StagingPressure
+from akv.worker_memory import WorkerMemory
 
-#: Pages that one store call moves at most: what the adapter hands to the client in one piece. The first pages of a long load
-#: reach the device while the rest is on its way.
-LARGEST_BATCH = 256
 #: The reason with which a save is refused whose saver failed.
 SAVER_FAILED = "saver_failed"
 
@@ -73,9 +66,6 @@ class WorkerHalf:
     ) -> None:
         self._settings = settings
         self._capabilities = capabilities
-        #: Behind a page in its slot is room for its trailer (S11).
-        self._trailer_bytes = trailer_bytes(settings.integrity)
-        self._slot_bytes = layout.largest_page_bytes + self._trailer_bytes
         self._ports = ports
         self._desk = desk
         self._tell_scheduler = report
@@ -107,11 +97,7 @@ class WorkerHalf:
         #: Where window pages are copied at the pass; None for models without windows, and for roles that save nothing.
         self._ring: Ring | None = None
         self._ring_news = RingNews()
-        self._layout = layout
-        #: Staging memory of each direction.
-        self.stagings: list[Staging] = []
-        #: What is on this list is registered with the pool, or about to be.
-        self._registered: list[HostBuffer] = []
+        self.memory = WorkerMemory(settings, layout, ports, desk)
         self._idle = Event()
         #: With which reason work ends that the gate does not let through.
         self._refusal = NOT_ASKED
@@ -121,13 +107,13 @@ class WorkerHalf:
 
     async def open(self, start: Callable[[Callable[..., Any]], Awaitable[None]]) -> None:
         """Allocate and register memory for the store, then start loaders and savers, each as a service by `start`."""
-        loading = await self._staging(self._settings.loaders)
-        saving = await self._staging(self._settings.savers)
-        await self._open_ring()
+        loading = await self.memory.staging(self._settings.loaders)
+        saving = await self.memory.staging(self._settings.savers)
+        self._ring = await self.memory.ring()
         # What follows a page in the engine's own memory is another page, and no place for a trailer.
-        keeps = self._capabilities.keeps_quarantined_pages and not self._trailer_bytes
+        keeps = self._capabilities.keeps_quarantined_pages and not self.memory.trailer_bytes
         if keeps and self._ports.pool.lets_go_at_return:
-            await self._reach_pages()
+            await self.memory.reach_pages(self._regions)
         if self._scout.off is None:
             await start(self._scout.run)
         for index in range(self._settings.loaders):
@@ -162,8 +148,8 @@ class WorkerHalf:
 
     def plan_arrived(self, plan: PassPlan) -> None:
         """A pass is planned: ask for the slots of its window pages (S4)."""
-        if self._ring is not None:
-            self._ring.claims.ask(plan.plan_id, (o for o in plan.saves if o.snapshot), self._ring_news.wake)
+        if self._ring is not None and (copied := [order for order in plan.saves if order.snapshot]):
+            self._ring.claims.ask(plan.plan_id, copied, self._ring_news.wake)
 
     def plan_dropped(self, plan_id: int) -> None:
         """The pass will not run: its slots go back."""
@@ -176,7 +162,7 @@ class WorkerHalf:
         if self._ring is not None:
             self._ring.claims.drop_all()
 
-    async def snapshot(self, plan: PassPlan, taken: dict[int, Snapshot]) -> None:
+    async def snapshot(self, plan: PassPlan, taken: dict[int, Taken]) -> None:
         """Copy the window pages of a pass that has been queued (S3). As `take_snapshots`."""
         if self._ring is not None and self._ring.claims.has(plan.plan_id):
             # Whoever is cancelled or preempted meanwhile gets its pages back behind the copies: a load that filled them again
@@ -187,10 +173,14 @@ class WorkerHalf:
             finally:
                 self._report(PassReport(unread=tuple(self._parts.saves.end_copying(owners))))
 
-    def accept_saves(self, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Snapshot]) -> None:
+    def accept_saves(
+        self, plan_id: int | None, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Taken]
+    ) -> None:
         """The pass that computed these pages has been queued on the execution stream: read them behind its event, or, where
-        they were copied at the pass, from their slots.
+        they were copied at the pass, from their slots. `plan_id`: of the plan that ended with it, if one did.
         """
+        if not orders:
+            return
         for order in orders:
             self._parts.saves.accept(order, after, snapshots.get(order.save_id))
             self._reporter.save_queued(order)
@@ -211,12 +201,16 @@ class WorkerHalf:
         """The gate is shut for good. Loads fail when nothing can write into their pages, queued saves are refused (O8)."""
         self._refusal = reason
         self.no_more_passes()
+        self.fail_loads(reason)
+        self.refuse_queued()
+
+    def fail_loads(self, reason: str) -> None:
+        """No load is wanted any more. Each fails when nothing can write into its pages."""
         records, loads = self._parts.reservations.fail_all(reason)
         for record in records:
             if record.interrupt is not None:
                 record.interrupt()
         self._report(PassReport(loads=tuple(loads)))
-        self.refuse_queued()
 
     @property
     def copied_pages(self) -> list[GroupPages]:
@@ -227,21 +221,21 @@ class WorkerHalf:
         """Whether given-up calls, and peers after a call's end, hold more memory than `quarantine_max_bytes` (M3); or so many
         slots of one direction for good that a batch has no place there.
         """
-        pools = [staging.slots for staging in self.stagings]
+        pools = [staging.slots for staging in self.memory.stagings]
         if self._ring is not None:
             pools.append(self._ring.claims.host)
         slots = sum(pool.quarantined_bytes for pool in pools)
         pages = self._parts.reservations.quarantined_bytes + self._parts.saves.quarantined_bytes
         half_of_slots = sum(pool.count * pool.slot_bytes for pool in pools) // 2
         full = slots + pages > (self._settings.quarantine_max_bytes or half_of_slots)
-        return full or any(staging.slots.usable < staging.batch for staging in self.stagings)
+        return full or any(staging.slots.usable < staging.batch for staging in self.memory.stagings)
 
     def pressure(
         self, calls: StoreCalls, backlog: SaveBacklog, breaker: BreakerState, degraded: str, unsaved_blocks: int
     ) -> Pressure:
         """How busy it is (V4)."""
         reservations, saves = self._parts.reservations, self._parts.saves
-        loading, saving = (_pressure(staging.slots) for staging in self.stagings)
+        loading, saving = (_pressure(staging.slots) for staging in self.memory.stagings)
         return Pressure(
             backlog_bytes=backlog.bytes,
             backlog_passes=backlog.passes,
@@ -275,8 +269,22 @@ class WorkerHalf:
         saves, unread = self._parts.saves.withdraw(message.request_id, message.incarnation)
         self._report(PassReport(loads=tuple(loads), saves=tuple(saves), unread=tuple(unread)))
 
-    def reset(self, keys: KeySpace) -> None:
-        """New weights: whatever begins from here on has these names. What was queued has been withdrawn."""
+    def gets_hang(self) -> bool:
+        """Whether a get stands still: the client waits a minute for a holder that does, and no load could begin in time."""
+        return self._desk.hangs(CallKind.GET)
+
+    @property
+    def all_terms(self) -> tuple[Terms, ...]:
+        """Its own."""
+        return (self.terms,)
+
+    @property
+    def called_pages(self) -> list[GroupPages]:
+        """None beside those that calls of this process touch."""
+        return []
+
+    def reset(self, keys: KeySpace, revision: str) -> None:
+        """New weights, of this name: whatever begins from here on has these names. What was queued has been withdrawn."""
         self._parts = msgspec.structs.replace(self._parts, keys=keys)
 
     async def drained(self) -> None:
@@ -287,83 +295,9 @@ class WorkerHalf:
             await self._idle.wait()
 
     def unregister(self) -> None:
-        """Take back from the store what it was told of. Only when no call is outstanding.
-
-        What it does not give back is kept alive by the pool, and told: the others must not be left for it.
-        """
-        for buffer in self._registered:
-            try:
-                self._ports.pool.unregister(buffer)
-            except PoolError as error:
-                observe.emit(observe.MEMORY_KEPT, bytes=buffer.nbytes, error=error)
-        self._registered.clear()
-        self.stagings.clear()
+        """Take back from the store what it was told of. Only when no call is outstanding."""
+        self.memory.unregister()
         self._scout.segments.clear()
-
-    async def _register(self, buffer: HostBuffer) -> None:
-        # On the list first: an opening that is cancelled in between leaves nothing registered.
-        self._registered.append(buffer)
-        pool = self._ports.pool
-        await self._desk.run(CallKind.COPY, lambda: pool.register(buffer), CallSize(0, buffer.nbytes))
-
-    async def _open_ring(self) -> None:
-        """Allocate the snapshot ring, if this model and this role need one."""
-        settings, device, layout = self._settings, self._ports.device, self._layout
-        slots = ring_slots(layout.groups, settings.rewind_tokens, layout.tokens_per_block, settings.snapshot_slots)
-        if not slots or settings.role == "consumer":
-            return
-        slot_bytes = max(group.bytes_per_page for group in layout.groups if group.is_window) + self._trailer_bytes
-        buffer = await self._host_memory("snapshot_slots", slots, slots * slot_bytes)
-        on_device = min(slots, settings.snapshot_device_bytes // slot_bytes)
-        device_buffer = None
-        if on_device:
-            size = CallSize(0, on_device * slot_bytes)
-            device_buffer = await self._desk.run(CallKind.COPY, lambda: device.device_buffer(size.bytes), size)
-        await self._register(buffer)
-        host_slots = SlotPool(slots, slot_bytes=slot_bytes)
-        self._ring = Ring(
-            claims=SnapshotClaims(host_slots, None if device_buffer is None else SlotPool(on_device)),
-            buffer=buffer,
-            device_buffer=device_buffer,
-            stream=device.open_stream("akv-snapshot"),
-            slot_bytes=slot_bytes,
-            page_bytes=self._parts.page_bytes,
-            wait_s=settings.snapshot_wait_ms / 1000,
-        )
-
-    async def _host_memory(self, setting: str, value: object, nbytes: int) -> HostBuffer:
-        device = self._ports.device
-        try:
-            buffer: HostBuffer = await self._desk.run(CallKind.COPY, lambda: device.host_buffer(nbytes), CallSize(0, nbytes))
-        except MemoryError as error:
-            raise SettingsError(
-                setting,
-                value,
-                f"{nbytes} bytes of host memory cannot be had: {error}",
-                "Give less of it, or raise what this process may lock and use.",
-            ) from error
-        return buffer
-
-    async def _reach_pages(self) -> None:
-        """Let the store reach the pages of caches in host memory itself, without a copy of ours."""
-        for group in range(len(self._regions)):
-            region = self._ports.device.host_region(group)
-            # Layer groups may share memory, and the store takes no piece of memory twice.
-            if region is not None and region.buffer not in self._registered:
-                await self._register(region.buffer)
-            self._regions[group] = region
-
-    async def _staging(self, sharers: int) -> Staging:
-        slots = self._settings.staging_buffer_bytes // self._slot_bytes
-        # Two batches, so that a copy and a store call overlap. More slots than that would only be pinned for nothing.
-        share = min(2 * LARGEST_BATCH, slots // sharers)
-        nbytes = share * sharers * self._slot_bytes
-        buffer = await self._host_memory("staging_buffer_bytes", self._settings.staging_buffer_bytes, nbytes)
-        pool = SlotPool(share * sharers, slot_bytes=self._slot_bytes)
-        staging = Staging(buffer=buffer, slots=pool, slot_bytes=self._slot_bytes, share=share)
-        await self._register(buffer)
-        self.stagings.append(staging)
-        return staging
 
     async def _load(self, staging: Staging, stream: CopyStream, record: LoadRecord) -> None:
         with CancelScope() as scope:

@@ -35,6 +35,13 @@ CONNECTOR_DEGRADED = _event(
     "offer nothing, loads fail and nothing is saved; the program goes on. Report it with the exception that it carries. "
     "A connector that is opened anew, or a restart of the process, brings the cache back.",
 )
+RANK_DEGRADED = _event(
+    "akv.rank.degraded",
+    "error",
+    "rank reason",
+    "The worker half of rank `rank` serves no more, for `reason`: from now on this server goes on without a cache, as with "
+    "`akv.connector.degraded`, since a block without one rank's page is of no use.",
+)
 CONNECTOR_UNCLEAN_EXIT = _event(
     "akv.connector.unclean_exit",
     "warning",

@@ -8,7 +8,7 @@ whenever a saver gets to them.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 from anyio import Event, move_on_after
@@ -46,6 +46,18 @@ class Snapshot(msgspec.Struct, frozen=True):
     #: For each of the order's groups, where its pages lie in the buffer, in bytes.
     offsets: tuple[list[int], ...]
     arrived: PassEvent
+
+    def leave(self) -> None:
+        """Nobody saves them: as `Taken` says."""
+        self.claim.leave()
+
+
+class Taken(Protocol):
+    """Window pages that were copied at the pass, or that another process says it will have copied."""
+
+    def leave(self) -> None:
+        """Nobody saves them: their slots go back when the copy has ended."""
+        ...
 
 
 class RingNews:
@@ -96,7 +108,7 @@ class Together:
 
 
 async def take_snapshots(
-    ring: Ring, news: RingNews, device: DeviceCopier, desk: CallDesk, plan: PassPlan, taken: dict[int, Snapshot]
+    ring: Ring, news: RingNews, device: DeviceCopier, desk: CallDesk, plan: PassPlan, taken: dict[int, Taken]
 ) -> None:
     """Copy a plan's window pages into its slots, and note in `taken` what is copied, by the order's number.
 
@@ -130,7 +142,7 @@ async def take_snapshots(
 
 
 async def _copy(
-    ring: Ring, device: DeviceCopier, desk: CallDesk, claims: list[SnapshotClaim], taken: dict[int, Snapshot]
+    ring: Ring, device: DeviceCopier, desk: CallDesk, claims: list[SnapshotClaim], taken: dict[int, Taken]
 ) -> None:
     """Queue the copies of all claims: per layer group one gather for each buffer, however many requests end in the pass."""
     for claim in claims:

@@ -262,6 +262,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     report: PassReport = PassReport()
     #: The pool was lost for this rank, and is back: what it stored before may be gone (S13).
     pool_returned: bool = False
+    #: A get of this rank stands still: what it is told to load meanwhile could not begin in time.
+    gets_hang: bool = False
     #: Why it serves no more; empty while it does. Its loads fail and its saves are refused from here on (O8).
     degraded: str = ""
     version: int = MESSAGE_VERSION

@@ -159,8 +159,8 @@ class Engine:
 def books(kv: Connector) -> list[str]:
     """What a connector with nothing to do has not given back: slots, claims, plans, calls, pages."""
     halves = kv._halves
-    worker, requests = halves.worker, halves.scheduler.requests
-    pools = [("staging", staging.slots) for staging in worker.stagings]
+    worker, requests = halves.local_worker, halves.scheduler.requests
+    pools = [("staging", staging.slots) for staging in worker.memory.stagings]
     if worker._ring is not None:
         claims = worker._ring.claims
         pools += [(name, pool) for name, pool in (("ring", claims.host), ("device", claims._device)) if pool]

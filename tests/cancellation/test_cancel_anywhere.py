@@ -92,7 +92,7 @@ async def test_D6_M3_in_the_store_call_the_pages_are_free_at_once_and_the_slots_
         server.free(table)
         # The stuck call still owns two of the eight slots. The others serve everybody else meanwhile.
         await settle()
-        staging = kv._halves.worker.stagings[0]
+        staging = kv._halves.local_worker.memory.stagings[0]
         slots = staging.slots
         assert (slots.free, slots.quarantined) == (6, 2)
         [stuck] = slots._out
@@ -122,7 +122,7 @@ async def test_D6_waiting_for_slots_the_claim_is_withdrawn() -> None:
         load = waiting.reserve(offer, offer.tokens, table)
         await settle()
         assert load.state is None
-        assert len(kv._halves.worker.stagings[0].slots._waiting) == 1
+        assert len(kv._halves.local_worker.memory.stagings[0].slots._waiting) == 1
         await cancelled_at_once(waiting)
         server.free(table)
         gate.release()
@@ -286,7 +286,7 @@ async def test_D6_M3_in_a_put_the_pages_are_free_at_once_and_its_slots_are_not_r
         # The put reads slots. Overwriting the pages cannot harm what it stores.
         server.free(table)
         await settle()
-        assert kv._halves.worker.stagings[1].slots.free == 0
+        assert kv._halves.local_worker.memory.stagings[1].slots.free == 0
         gate.release()
         await settle()
         # What was read before the cancel is put, from its slots; nothing more was read.

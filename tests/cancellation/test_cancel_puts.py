@@ -35,8 +35,8 @@ class Scenario:
     async def run(self) -> None:
         async with self.server.open(shutdown_deadline_s=0.5) as kv:
             self.kv = kv
-            worker = kv._halves.worker
-            self.pools = [staging.slots for staging in worker.stagings]
+            worker = kv._halves.local_worker
+            self.pools = [staging.slots for staging in worker.memory.stagings]
             if worker._ring is not None:
                 self.pools.append(worker._ring.claims.host)
             request = kv.open_request("r", PROMPT)

@@ -43,7 +43,7 @@ class Ticks:
         self.page = server.allocate(1)
         self.content = server.content(server.hashes(PROMPT)[0], 0)
         self.seen: Counter[str] = Counter()
-        reservations = kv._halves.worker._parts.reservations
+        reservations = kv._halves.local_worker._parts.reservations
         for last in ("end_copy", "end_call"):
             setattr(reservations, last, partial(self._ends, getattr(reservations, last)))
         #: What the next load's cancellation is; None for a load that nobody cancels.

@@ -169,7 +169,7 @@ class WaitingForSlots(Beside):
     slots = 2
 
     def is_reached(self, life: Life) -> bool:
-        return len(life.kv._halves.worker.stagings[0].slots._waiting) == 1
+        return len(life.kv._halves.local_worker.memory.stagings[0].slots._waiting) == 1
 
 
 class InAGet(State):
@@ -256,7 +256,7 @@ class SaveQueued(InAPut):
         life.server.free(table)
 
     def is_reached(self, life: Life) -> bool:
-        return life.stage == f"computes up to {TOKENS}" and life.kv._halves.worker._parts.saves.queued == 1
+        return life.stage == f"computes up to {TOKENS}" and life.kv._halves.local_worker._parts.saves.queued == 1
 
 
 class Finishing(State):
@@ -323,7 +323,7 @@ async def abort(state: State, life: Life, number: int, way: str, free: int) -> N
 
 
 def slots_free(life: Life) -> int:
-    return sum(staging.slots.free for staging in life.kv._halves.worker.stagings)
+    return sum(staging.slots.free for staging in life.kv._halves.local_worker.memory.stagings)
 
 
 async def in_scope(scope: anyio.CancelScope, run: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ class Watched:
     def __init__(self, server: FakeServer, kv: Connector) -> None:
         self.server = server
         self.halves = kv._halves
-        self.slots = [staging.slots for staging in kv._halves.worker.stagings]
+        self.slots = [staging.slots for staging in kv._halves.local_worker.memory.stagings]
 
     def assert_all_back(self) -> None:
         assert self.server.left_behind() == []

@@ -44,7 +44,7 @@ class Engine:
     async def run(self, requests: int) -> None:
         self.plant_faults()
         async with self.server.open(lookup_deadline_s=0.05, load_deadline_s=0.02, save_backoff_s=0.002) as kv:
-            self.slots = [staging.slots for staging in kv._halves.worker.stagings]
+            self.slots = [staging.slots for staging in kv._halves.local_worker.memory.stagings]
             async with anyio.create_task_group() as group:
                 for number in range(requests):
                     group.start_soon(self.serve, kv, f"r{number}")

@@ -62,7 +62,7 @@ def crash(service: str, server: FakeServer, kv: Connector, monkeypatch: pytest.M
         monkeypatch.setattr(halves.breaker._breaker, "probe_begins", raises)
         halves.breaker._opened(halves.breaker._breaker.unavailable(halves.breaker.began(), anyio.current_time()))
     else:
-        lanes: Any = halves.worker._loads if service == "loader" else halves.worker._saves
+        lanes: Any = halves.local_worker._loads if service == "loader" else halves.local_worker._saves
         take = lanes._take
 
         def once() -> Any:
@@ -157,7 +157,7 @@ async def test_M8_a_crash_ends_the_block_and_every_wait_and_gives_no_page_back_u
         async with anyio.create_task_group() as group:
             with pytest.raises(ConnectorBroken) as broken:
                 async with scene.server.open(shutdown_deadline_s=DEADLINE_S) as kv:
-                    slots = [staging.slots for staging in kv._halves.worker.stagings]
+                    slots = [staging.slots for staging in kv._halves.local_worker.memory.stagings]
                     await scene.enter(kv)
                     group.start_soon(scene.wait)  # noqa: ASYNC111 - the engine's own task
                     await anyio.sleep(REACHED_S)
@@ -199,7 +199,7 @@ async def test_O8_M8_degraded_the_block_goes_on_and_every_wait_ends_without_a_pa
     server = scene.server
     with capture_logs() as logs:
         async with server.open(shutdown_deadline_s=DEADLINE_S, on_failure="degrade") as kv, anyio.create_task_group() as group:
-            slots = [staging.slots for staging in kv._halves.worker.stagings]
+            slots = [staging.slots for staging in kv._halves.local_worker.memory.stagings]
             await scene.enter(kv)
             group.start_soon(scene.wait)
             await anyio.sleep(REACHED_S)

@@ -174,7 +174,7 @@ async def test_P1_other_drafters_are_refused_by_name_before_anything_is_opened(d
 
 async def test_D1_both_halves_agree_on_the_lookahead() -> None:
     async with drafting("vanilla").open() as kv:
-        assert kv._halves.scheduler.terms.lookahead == kv._halves.worker.terms.lookahead == 6
+        assert kv._halves.scheduler.terms.lookahead == kv._halves.local_worker.terms.lookahead == 6
 
 
 async def test_K2_a_block_without_its_page_waits_for_nothing() -> None:

@@ -134,5 +134,5 @@ async def test_S11_L8_what_was_damaged_is_computed_again_and_its_put_makes_it_wh
 async def test_S11_the_store_reaches_no_page_itself_where_a_trailer_belongs_behind_it(kind: str) -> None:
     server = FakeServer(host_pages=True, **KINDS[kind])
     async with server.open() as kv:
-        reached = [region is not None for region in kv._halves.worker._regions]
+        reached = [region is not None for region in kv._halves.local_worker._regions]
     assert reached == [kind == "off"] * 2

@@ -107,7 +107,7 @@ async def test_M6_a_loader_holds_no_more_than_its_share_however_slow_the_copies_
 
     def latency(kind: CallKind, _: CallSize) -> float:
         if kind in {CallKind.GET, CallKind.COPY} and connectors:
-            pool = connectors[0]._halves.worker.stagings[0].slots
+            pool = connectors[0]._halves.local_worker.memory.stagings[0].slots
             held.append(pool.count - pool.free)
         return 1.0 if kind is CallKind.GET else 0.0
 

@@ -38,7 +38,7 @@ async def saved(server: FakeServer, kv: Connector, tokens: Sequence[int], name: 
 async def goes_on(server: FakeServer, kv: Connector) -> None:
     """All slots are free, and another request is saved whole."""
     await anyio.sleep(0.1)
-    saving = kv._halves.worker.stagings[1].slots
+    saving = kv._halves.local_worker.memory.stagings[1].slots
     assert saving.free == saving.count
     await saved(server, kv, OTHERS, "goes on")
     assert server.stored_blocks(OTHERS) == [0, 1, 2, 3]
@@ -302,7 +302,7 @@ async def test_D6_closing_in_the_pause_gives_everything_back() -> None:
     server.pool.answer("put", KeyState.NO_SPACE, times=None)
     async with server.open(shutdown_deadline_s=0.001) as kv:
         await in_the_pause(server, kv)
-        slots = kv._halves.worker.stagings[1].slots
+        slots = kv._halves.local_worker.memory.stagings[1].slots
     assert slots.free == slots.count
     assert server.left_behind() == []
 
@@ -322,7 +322,7 @@ async def closing(server: WindowServer, kv: Connector) -> Request:
 
 
 def ring_is_free(kv: Connector) -> bool:
-    ring = kv._halves.worker._ring
+    ring = kv._halves.local_worker._ring
     assert ring is not None
     return ring.claims.host.free == ring.claims.host.count
 

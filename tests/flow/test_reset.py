@@ -205,7 +205,7 @@ async def test_K8_a_reset_needs_a_name_that_can_stand_in_a_key(revision: Any) ->
         assert (refused.value.field, refused.value.value) == ("revision", revision)
         # Nothing was reset.
         assert not request.closed
-        assert kv._halves.worker._parts.keys.space.endswith("@r1")
+        assert kv._halves.local_worker._parts.keys.space.endswith("@r1")
     with pytest.raises(NotOpenError):
         await kv.reset("r2")
 
@@ -220,7 +220,7 @@ async def test_K8_a_cancelled_wait_leaves_the_reset_done() -> None:
         with anyio.move_on_after(0.5) as cut:
             await kv.reset("r2")
         assert cut.cancelled_caught
-        assert kv._halves.worker._parts.keys.space.endswith("@r2")
+        assert kv._halves.local_worker._parts.keys.space.endswith("@r2")
         await anyio.sleep(2)
         assert request.closed
         new_weights(server, "r2")

@@ -85,7 +85,7 @@ async def test_S2_closing_gives_back_the_slots_of_a_plan_that_is_open() -> None:
     server = WindowServer()
     async with server.open() as kv:
         planned(server, kv, kv.open_request("r", TOKENS), empty(server))
-        worker = kv._halves.worker
+        worker = kv._halves.local_worker
         assert worker._ring is not None
     assert worker._ring.claims.plans == 0
     assert server.left_behind() == []

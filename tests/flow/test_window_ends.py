@@ -172,7 +172,7 @@ async def test_S8_a_put_again_that_fails_leaves_the_block_to_be_offered_again() 
 async def test_L7_a_consumer_copies_nothing_and_has_no_ring() -> None:
     server = WindowServer()
     async with server.open(role="consumer") as kv:
-        assert kv._halves.worker._ring is None
+        assert kv._halves.local_worker._ring is None
         await server.serve(kv, "r", PROMPT)
     assert server.device.copies == []
     assert server.store.keys() == []
@@ -210,7 +210,7 @@ async def test_L6_a_page_that_two_window_blocks_share_is_refused_and_the_plan_ta
         table[1][4] = table[1][3]
         with pytest.raises(EngineContractError, match=r"request 'r', block 3, group 1"):
             kv.plan_pass([Scheduled(request=request, computed_before=0, tokens=22, pages=table)])
-        ring = kv._halves.worker._ring
+        ring = kv._halves.local_worker._ring
         assert ring is not None
         assert ring.claims.plans == 0
 

@@ -237,7 +237,7 @@ async def test_M5_control_a_snapshot_that_is_taken_after_the_event_copies_anothe
 
 def ring_of(kv: Connector) -> tuple[int, int, int]:
     """Slots in all, free, and of given-up calls."""
-    ring = kv._halves.worker._ring
+    ring = kv._halves.local_worker._ring
     assert ring is not None
     pool = ring.claims.host
     return pool.count, pool.free, ring.claims.plans

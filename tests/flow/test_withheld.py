@@ -207,7 +207,7 @@ async def test_M3_a_load_without_room_for_a_batch_fails_at_once() -> None:
     server = FakeServer.warm(LONG, slots=4)
     server.pool.lets_go_at_return = False
     async with server.open(loaders=1, quarantine_max_bytes=1 << 30) as kv:
-        slots = kv._halves.worker.stagings[0].slots
+        slots = kv._halves.local_worker.memory.stagings[0].slots
         with slots.request(3, lambda: None) as taken:
             taken.withhold(server.layout.largest_page_bytes * slot for slot in taken.slots)
         kv._halves.breaker.quarantine_full = lambda: False
@@ -225,7 +225,7 @@ async def test_M3_at_the_end_buffers_are_unregistered_and_what_the_store_keeps_i
     server.pool.answer("get", KeyState.HOLDER_LOST, key=server.keys_of(TOKENS)[0][0])
     async with server.open() as kv:
         await load_fails(server, kv, "r")
-        buffers = [staging.buffer for staging in kv._halves.worker.stagings]
+        buffers = [staging.buffer for staging in kv._halves.local_worker.memory.stagings]
         server.pool.refuses_unregister = True
     assert server.pool.registered == buffers, "each was tried, and none is lost"
     assert [event["bytes"] for event in events_in(caplog.records, "akv.memory.kept")] == [buffer.nbytes for buffer in buffers]

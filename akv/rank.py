@@ -1,0 +1,300 @@
+"""One rank's side of a server with several: a worker half, to which orders come as messages, and whose reports leave as such.
+
+The engine carries both: orders to every rank, in the order in which the scheduler half said them, and each rank's report back.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+from anyio import Event, Lock, current_time, move_on_after
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from akv.errors import DeviceError, EngineContractError
+from akv.flow.snapshot import Taken
+from akv.plan.keys import KeySpace
+from akv.ports import Ports
+from akv.services.notices import Changed
+from akv.services.teller import StatsTeller
+from akv.settings import Settings
+from akv.side import Side, sealed
+from akv.values.capabilities import EngineCapabilities
+from akv.values.layout import Layout
+from akv.values.messages import (
+    MESSAGE_VERSION,
+    LoadOrder,
+    LoadResult,
+    LoadState,
+    NoMoreWork,
+    PagesPerGroup,
+    PassPlan,
+    PassReport,
+    PlanDropped,
+    PlanEnded,
+    RankHello,
+    RankOrder,
+    RankOrders,
+    RankReport,
+    Renamed,
+    SaveOrder,
+    SaveResult,
+    SavesNow,
+    Withdrawal,
+    pages_per_group,
+)
+from akv.worker import WorkerHalf
+
+#: The reason with which loads fail and saves are refused once this rank goes on without a cache, and when it closes.
+DEGRADED, CLOSED = "degraded", "closed"
+#: The reasons with which a save or a load ends that never began here: no slots for window pages, a device that failed.
+NO_SNAPSHOT, NO_FENCE = "no_snapshot", "device"
+
+
+class Rank(Side):
+    """The worker half of one rank, with what it hangs on."""
+
+    def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities, rank: int) -> None:
+        keys = KeySpace.of_settings(settings, layout, rank=rank)
+        ports = sealed(settings, ports)
+        super().__init__(settings, ports, keys.space)
+        self._layout = layout
+        self.rank = rank
+        #: Set while there is something to report.
+        self.changed = Changed(self.latch)
+        self.worker = WorkerHalf(
+            settings, layout, keys, ports, self._desk, self.breaker, self._poller, self._ended, capabilities
+        )
+        self.breaker.quarantine_full = self.worker.quarantine_full
+        self.breaker.on_open = self.worker.refuse_queued
+        self.breaker.on_close = self._on_pool_returned
+        self._teller = StatsTeller(settings, ports.board, self._desk.run, self.worker.reads)
+        #: What ended since the last report, in the order of the ends.
+        self._unreported: list[PassReport] = []
+        self._pool_returned = False
+        self._hang_told = False
+        #: Orders that were handed over and not carried out: whoever carries them out may be cancelled in between.
+        self._orders: deque[RankOrder] = deque()
+        self._turn = Lock()
+        #: Open plans, by number.
+        self._plans: dict[int, PassPlan] = {}
+        #: Loads that have not ended, by number, and whose they are.
+        self._loads: dict[int, tuple[str, int]] = {}
+        #: Preempted incarnations whose pages something still reads, loads that still write some, and what wakes whoever waits.
+        self._read_still: set[tuple[str, int]] = set()
+        self._written_still: set[int] = set()
+        self._let_go = Event()
+
+    @property
+    def hello(self) -> bytes:
+        """What the scheduler half is to be opened with."""
+        return msgspec.msgpack.encode(RankHello(rank=self.rank, terms=self.worker.terms, layout=self._layout))
+
+    async def _open_rest(self, group: TaskGroup) -> None:
+        start = partial(self.services.start, group)
+        await self.worker.open(start)
+        await start(self._teller.run)
+
+    async def close(self, *, orderly: bool) -> int:
+        """As `Side.close`. An orderly end lets queued saves run out; loads are of no use to anybody any more.
+
+        Shielded; takes at most the shutdown deadline.
+        """
+        deadline = current_time() + self.settings.shutdown_deadline_s
+        orderly = orderly and not self.latch.tripped
+        self.latch.close()
+        self.worker.no_more_passes()
+        self.breaker.stop()
+        self._teller.stop()
+        if orderly:
+            self.worker.fail_loads(CLOSED)
+        else:
+            self.worker.no_more_work(CLOSED)
+        with move_on_after(self.settings.shutdown_deadline_s, shield=True):
+            await self.worker.drained()
+            await self._desk.drained()
+        self._teller.tell()
+        return await self._close_calls(deadline)
+
+    @property
+    def touched_pages(self) -> PagesPerGroup:
+        """As `Worker.touched_pages`."""
+        unseen = self.worker.copied_pages if self.latch.tripped or self.latch.degraded else []
+        return pages_per_group([*self.calls.pages, *unseen], len(self._layout.groups))
+
+    @property
+    def requests(self) -> int:
+        """None: it knows orders alone."""
+        return 0
+
+    def unregister(self) -> None:
+        """As `Side.unregister`."""
+        self.worker.unregister()
+
+    # -- orders
+
+    async def carry_out(self, orders: bytes) -> None:
+        """As `Worker.carry_out`."""
+        if orders:
+            self._orders.extend(_decoded(orders))
+        async with self._turn:
+            await checkpoint()
+            while self._orders:
+                # Whatever comes behind a preemption may write the pages that it gave back.
+                while self._read_still or self._written_still:
+                    self._let_go = Event()
+                    await self._let_go.wait()
+                await self._carry_out(self._orders.popleft())
+
+    async def _carry_out(self, order: RankOrder) -> None:
+        match order:
+            case LoadOrder():
+                self._load(order)
+            case PassPlan():
+                self._plans[order.plan_id] = order
+                self.worker.pass_begins()
+                self.worker.plan_arrived(order)
+            case PlanEnded():
+                await self._end(order)
+            case PlanDropped():
+                self._plans.pop(order.plan_id, None)
+                self.worker.plan_dropped(order.plan_id)
+            case SavesNow():
+                self._save(order.saves, {})
+            case Withdrawal():
+                if order.preempted:
+                    who = (order.request_id, order.incarnation)
+                    self._read_still.add(who)
+                    self._written_still.update(number for number, of in self._loads.items() if of == who)
+                self.worker.withdraw(order)
+            case Renamed():
+                keys = KeySpace.of_settings(self.settings, self._layout, revision=order.revision, rank=self.rank)
+                self.worker.reset(keys, order.revision)
+            case NoMoreWork():
+                self.breaker.shut()
+                self.worker.no_more_work(order.reason)
+
+    def _load(self, order: LoadOrder) -> None:
+        self._loads[order.load_id] = (order.request_id, order.incarnation)
+        try:
+            fence = self.worker.fence()
+        except DeviceError:
+            # Its pages are untouched, and whoever waits for it must hear of it.
+            failed = LoadResult(
+                load_id=order.load_id,
+                request_id=order.request_id,
+                incarnation=order.incarnation,
+                state=LoadState.FAILED,
+                reason=NO_FENCE,
+            )
+            self._ended(PassReport(loads=(failed,)))
+        else:
+            self.worker.accept_load(order, fence)
+
+    async def _end(self, ended: PlanEnded) -> None:
+        """The pass is queued on the execution stream: copy its window pages, then hand its saves over."""
+        plan = self._plans.pop(ended.plan_id, None)
+        if plan is None:
+            return
+        wanted = set(ended.saves)
+        orders = tuple(order for order in plan.saves if order.save_id in wanted)
+        taken: dict[int, Taken] = {}
+        try:
+            # Asked always: slots of orders that are not wanted any more go back.
+            await self.worker.snapshot(msgspec.structs.replace(plan, saves=orders), taken)
+        finally:
+            # Also where the wait was cancelled: the pass ran all the same, and its pages hold KV.
+            self._save(orders, taken)
+
+    def _save(self, orders: Sequence[SaveOrder], taken: Mapping[int, Taken]) -> None:
+        there = [order for order in orders if order.save_id in taken or not order.snapshot]
+        try:
+            after = self.worker.fence()
+        except DeviceError:
+            for snapshot in taken.values():
+                snapshot.leave()
+            self._refuse(orders, NO_FENCE)
+            return
+        self._refuse([order for order in orders if order.snapshot and order.save_id not in taken], NO_SNAPSHOT)
+        self.worker.accept_saves(None, there, after, taken)
+
+    def _refuse(self, orders: Sequence[SaveOrder], reason: str) -> None:
+        refused = tuple(
+            SaveResult(
+                save_id=order.save_id,
+                request_id=order.request_id,
+                incarnation=order.incarnation,
+                refused=tuple(sorted({block for columns in order.groups for block in columns.blocks})),
+                reason=reason,
+            )
+            for order in orders
+        )
+        if refused:
+            self._ended(PassReport(saves=refused))
+
+    # -- reports
+
+    def take_report(self) -> bytes:
+        """As `Worker.take_report`."""
+        hangs = self.worker.gets_hang()
+        if not (self._unreported or self._pool_returned or hangs != self._hang_told or self.changed.is_set()):
+            return b""
+        reports, self._unreported = self._unreported, []
+        said = RankReport(
+            rank=self.rank,
+            report=reports[0] if len(reports) == 1 else _joined(reports),
+            pool_returned=self._pool_returned,
+            gets_hang=hangs,
+            degraded=self.latch.degraded,
+        )
+        self._pool_returned, self._hang_told = False, hangs
+        self.changed.clear()
+        return msgspec.msgpack.encode(said)
+
+    def _ended(self, report: PassReport) -> None:
+        self._unreported.append(report)
+        for unread in report.unread:
+            self._read_still.discard((unread.request_id, unread.incarnation))
+        for load in report.loads:
+            self._loads.pop(load.load_id, None)
+            self._written_still.discard(load.load_id)
+        if report.unread or report.loads:
+            self._let_go.set()
+        self.changed.set()
+
+    def _on_pool_returned(self) -> None:
+        self._pool_returned = True
+        self.changed.set()
+
+    def _refuse_queued(self) -> None:
+        self.worker.refuse_queued()
+
+    def _serve_no_more(self) -> None:
+        self.breaker.shut()
+        self.worker.no_more_work(DEGRADED)
+        self.changed.set()
+
+
+def _joined(reports: list[PassReport]) -> PassReport:
+    return PassReport(
+        loads=tuple(load for report in reports for load in report.loads),
+        saves=tuple(save for report in reports for save in report.saves),
+        unread=tuple(unread for report in reports for unread in report.unread),
+        released=tuple(released for report in reports for released in report.released),
+    )
+
+
+def _decoded(orders: bytes) -> tuple[RankOrder, ...]:
+    try:
+        said = msgspec.msgpack.decode(orders, type=RankOrders)
+    except msgspec.MsgspecError as error:
+        raise EngineContractError(
+            f"{len(orders)} bytes are no orders ({error}): hand over what Scheduler.take_orders() returned, as it is"
+        ) from error
+    if said.version != MESSAGE_VERSION:
+        raise EngineContractError(
+            f"orders of version {said.version}, and this worker half takes version {MESSAGE_VERSION}: run one version of akv "
+            "on all ranks"
+        )
+    return said.orders
