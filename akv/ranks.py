@@ -150,10 +150,10 @@ async def _open_scheduler(
     if not hellos:
         raise SettingsError("hellos", 0, "a server has one rank at least", "Hand over Worker.hello of every rank.")
     told = [_hello(data) for data in hellos]
-    settings = _shared(check_all(raw, told[0].layout, capabilities))
+    settings = check_all(raw, told[0].layout, capabilities)
     ranks = RemoteWorkers(told, settings.max_parked_loads)
     async with AsyncExitStack() as stack:
-        ports = given if given is not None else await stack.enter_async_context(pool_alone(settings))
+        ports = given if given is not None else await stack.enter_async_context(pool_alone(_shared(settings)))
         halves = Halves(settings, ranks.layout, ports, capabilities, ranks)
         async with running(halves, ranks.layout):
             yield Scheduler(halves, ranks)
@@ -169,13 +169,14 @@ async def _open_worker(
     capabilities: EngineCapabilities,
     given: Ports | None,
 ) -> AsyncIterator[Worker]:
-    settings = _shared(check_all(raw, layout, capabilities))
+    settings = check_all(raw, layout, capabilities)
     if not 0 <= rank < layout.world:
         why = f"the layout is of {layout.world} ranks"
         raise SettingsError("rank", rank, why, f"Use 0 to {layout.world - 1}, or describe a layout of more (layout.world).")
     async with AsyncExitStack() as stack:
-        ports = given if given is not None else await stack.enter_async_context(own_ports(settings, layout, caches, stream))
-        side = Rank(settings, layout, ports, capabilities, rank)
+        if given is None:
+            given = await stack.enter_async_context(own_ports(_shared(settings), layout, caches, stream))
+        side = Rank(settings, layout, given, capabilities, rank)
         async with running(side, layout):
             yield Worker(side)
 

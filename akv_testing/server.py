@@ -18,7 +18,7 @@ from typing import Any, Self
 from akv.connector import Connector, open_connector
 from akv.plan.identity import Hashing
 from akv.plan.integrity import trailer, trailer_bytes
-from akv.plan.keys import KeySpace
+from akv.plan.keys import KeySpace, shard_of
 from akv.ports.calls import CallKind
 from akv.request import Load, Request
 from akv.settings import check_settings
@@ -47,7 +47,8 @@ class FakeServer:
     `store`: what several servers share; its own by default. `layout`: two layer groups by default. `pages`: pages per group.
     `slots`: staging slots per direction. `host_pages`: the store can reach the pages itself, and the engine keeps pages that
     are in quarantine. `segments`: what processes of its host lend. `board`: where it posts what it counted. `capabilities`:
-    what the engine declares otherwise. `settings`: fields of `akv.Settings` that a test is about.
+    what the engine declares otherwise. `rank`: whose pages these are, of a layout of several ranks (`RankedServer`).
+    `settings`: fields of `akv.Settings` that a test is about.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FakeServer:
         segments: FakeHost | None = None,
         board: FakeBoard | None = None,
         capabilities: EngineCapabilities | None = None,
+        rank: int = 0,
         **settings: Any,
     ) -> None:
         self.layout = tiny_layout(groups=2) if layout is None else layout
@@ -84,7 +86,9 @@ class FakeServer:
             **settings,
         }
         checked = check_settings(self.settings)
-        self.keys = KeySpace.of_settings(checked, self.layout)
+        self.keys = KeySpace.of_settings(checked, self.layout, rank=rank)
+        #: By group, what tells this rank's part of a page from others', whose heads are others.
+        self._parts = [shard_of(self.layout, group, rank).name.encode() for group in range(len(self.layout.groups))]
         ahead, secret = self.capabilities.lookahead, checked.key_secret.encode()
         self._hashing = Hashing(self.layout.tokens_per_block, ahead, checked.key_format, secret)
         self._free = [list(range(pages)) for _ in self.layout.groups]
@@ -154,7 +158,8 @@ class FakeServer:
 
     def content(self, block_hash: bytes, group: int) -> bytes:
         """What a page of this block holds."""
-        return page_content(block_hash + self.weights, group, self.layout.groups[group].bytes_per_page)
+        part = self._parts[group] if self.layout.world > 1 else b""
+        return page_content(block_hash + self.weights + part, group, self.layout.groups[group].bytes_per_page)
 
     def value(self, key: str, group: int) -> bytes:
         """What the store holds under a key of this server: the page, and what is behind it."""
