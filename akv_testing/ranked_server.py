@@ -1,5 +1,5 @@
-"""One server of several ranks without a model: a scheduler half, a worker half for each rank on fakes of its own, and an engine
-that carries their messages.
+"""One server of several ranks without a model: a scheduler half, a worker half for each rank on fakes of its own, and an
+engine that carries their messages.
 
     server = RankedServer(world=2)
     async with server.open() as kv:                                      # the engine takes a step each millisecond
@@ -122,10 +122,10 @@ class RankedServer:
         if orders := kv.take_orders():
             self.carried.append(orders)
         with CancelScope(shield=True):
-            orders, self.carried = self.carried, []
+            waiting, self.carried = self.carried, []
             async with create_task_group() as group:
                 for worker in self.workers:
-                    group.start_soon(self._tell, worker, orders)
+                    group.start_soon(self._tell, worker, waiting)
 
     @staticmethod
     async def _tell(worker: Worker, all_orders: Sequence[bytes]) -> None:
