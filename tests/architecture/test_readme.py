@@ -21,6 +21,7 @@ def block(language: str, mark: str = "") -> str:
 
 
 ADAPTER = (ROOT / "docs" / "how-to" / "write-an-adapter.md").read_text(encoding="utf-8")
+RANKS = (ROOT / "docs" / "how-to" / "ranks.md").read_text(encoding="utf-8")
 #: The examples of the how-to, the first of which is the description of a cache and prints nothing.
 _, RESUMED, QUARANTINED = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DOTALL)
 
@@ -32,8 +33,9 @@ _, RESUMED, QUARANTINED = re.findall(r"```python\n(.*?)```", HOW_TO, flags=re.DO
         (block("python"), ["from the pool: 0", "from the pool: 8"]),
         (RESUMED, ["resumed at: 0", "resumed at: 28"]),
         (QUARANTINED, ["free: 62", "free: 64"]),
+        (re.findall(r"```python\n(.*?)```", RANKS, flags=re.DOTALL)[0], ["from the pool: 0", "from the pool: 8"]),
     ],
-    ids=["README", "sliding windows", "quarantine"],
+    ids=["README", "sliding windows", "quarantine", "ranks"],
 )
 def test_the_embedding_examples_print_what_is_said(example: str, printed: list[str], backend: str) -> None:
     program = example.replace("anyio.run(main)", f"anyio.run(main, backend={backend!r})")
