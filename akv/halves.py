@@ -17,7 +17,7 @@ from akv.errors import DeviceError, PagesLost, SettingsError
 from akv.flow.snapshot import Taken
 from akv.ownership.plans import UnknownPlan
 from akv.ownership.request_record import LoadHold, RequestRecord
-from akv.plan.keys import KeySpace
+from akv.plan.keys import KeySpace, ServerKeys
 from akv.plan.lifecycle import Phase
 from akv.plan.terms import check_terms
 from akv.ports import Ports
@@ -88,7 +88,8 @@ class Halves(Side):
         self._tokens_per_block = layout.tokens_per_block
         desk, breaker = self._desk, self.breaker
         counts = ports.device.page_counts if ranks is None else ranks.page_counts
-        self.scheduler = SchedulerHalf(settings, layout, keys, counts, ports.pool, desk, breaker, self._ended, capabilities)
+        asked = ServerKeys.of_settings(settings, layout)
+        self.scheduler = SchedulerHalf(settings, layout, asked, counts, ports.pool, desk, breaker, self._ended, capabilities)
         self.worker: Workers = ranks or WorkerHalf(
             settings, layout, keys, ports, desk, breaker, self._poller, self.scheduler.on_report, capabilities
         )
@@ -172,7 +173,7 @@ class Halves(Side):
         ending = self.scheduler.requests.records
         for record in ending:
             self.cancel(record)
-        self.scheduler.reset(keys)
+        self.scheduler.reset(ServerKeys.of_settings(self.settings, self._layout, revision=revision))
         self.worker.reset(keys, revision)
         observe.emit(observe.CONNECTOR_RESET, key_space=keys.space, requests=len(ending))
         await checkpoint()

@@ -4,7 +4,7 @@ The engine carries both: orders to every rank, in the order in which the schedul
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -61,6 +61,8 @@ class Rank(Side):
         super().__init__(settings, ports, keys.space)
         self._layout = layout
         self.rank = rank
+        #: By layer group, whether this rank stores it: of ranks whose pages are equal one does (K3).
+        self._writes = [keys.writes(group) for group in range(len(layout.groups))]
         #: Set while there is something to report.
         self.changed = Changed(self.latch)
         self.worker = WorkerHalf(
@@ -154,7 +156,7 @@ class Rank(Side):
             case PassPlan():
                 self._plans[order.plan_id] = order
                 self.worker.pass_begins()
-                self.worker.plan_arrived(order)
+                self.worker.plan_arrived(msgspec.structs.replace(order, saves=self._own(order.saves)))
             case PlanEnded():
                 await self._end(order)
             case PlanDropped():
@@ -202,36 +204,55 @@ class Rank(Side):
         taken: dict[int, Taken] = {}
         try:
             # Asked always: slots of orders that are not wanted any more go back.
-            await self.worker.snapshot(msgspec.structs.replace(plan, saves=orders), taken)
+            await self.worker.snapshot(msgspec.structs.replace(plan, saves=self._own(orders)), taken)
         finally:
             # Also where the wait was cancelled: the pass ran all the same, and its pages hold KV.
             self._save(orders, taken)
 
+    def _own(self, orders: Sequence[SaveOrder]) -> tuple[SaveOrder, ...]:
+        """The orders without what another rank stores; those of which nothing is left are not among them."""
+        if all(self._writes):
+            return tuple(orders)
+        own = (
+            msgspec.structs.replace(order, groups=tuple(columns for columns in order.groups if self._writes[columns.group]))
+            for order in orders
+        )
+        return tuple(order for order in own if order.groups)
+
     def _save(self, orders: Sequence[SaveOrder], taken: Mapping[int, Taken]) -> None:
-        there = [order for order in orders if order.save_id in taken or not order.snapshot]
+        own = self._own(orders)
+        if len(own) < len(orders):
+            # Another rank's report says how they end; for this one nothing is left to do.
+            mine = {order.save_id for order in own}
+            self._end_saves((order for order in orders if order.save_id not in mine), stored=True)
+        there = [order for order in own if order.save_id in taken or not order.snapshot]
         try:
             after = self.worker.fence()
         except DeviceError:
             for snapshot in taken.values():
                 snapshot.leave()
-            self._refuse(orders, NO_FENCE)
+            self._end_saves(own, reason=NO_FENCE)
             return
-        self._refuse([order for order in orders if order.snapshot and order.save_id not in taken], NO_SNAPSHOT)
+        self._end_saves((order for order in own if order.snapshot and order.save_id not in taken), reason=NO_SNAPSHOT)
         self.worker.accept_saves(None, there, after, taken)
 
-    def _refuse(self, orders: Sequence[SaveOrder], reason: str) -> None:
-        refused = tuple(
-            SaveResult(
-                save_id=order.save_id,
-                request_id=order.request_id,
-                incarnation=order.incarnation,
-                refused=tuple(sorted({block for columns in order.groups for block in columns.blocks})),
-                reason=reason,
+    def _end_saves(self, orders: Iterable[SaveOrder], *, stored: bool = False, reason: str = "") -> None:
+        """What ends here without having begun: all of it stored, as far as this rank is concerned, or all refused."""
+        ended = []
+        for order in orders:
+            blocks = tuple(sorted({block for columns in order.groups for block in columns.blocks}))
+            ended.append(
+                SaveResult(
+                    save_id=order.save_id,
+                    request_id=order.request_id,
+                    incarnation=order.incarnation,
+                    stored=blocks if stored else (),
+                    refused=() if stored else blocks,
+                    reason=reason,
+                )
             )
-            for order in orders
-        )
-        if refused:
-            self._ended(PassReport(saves=refused))
+        if ended:
+            self._ended(PassReport(saves=tuple(ended)))
 
     # -- reports
 

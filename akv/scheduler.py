@@ -25,7 +25,7 @@ from akv.passes import Passes, WorkerEntries
 from akv.plan.backlog import BacklogBounds
 from akv.plan.ending import Ending
 from akv.plan.identity import Hashing
-from akv.plan.keys import KeySpace
+from akv.plan.keys import ServerKeys
 from akv.plan.lifecycle import Phase
 from akv.plan.recent_chains import RecentChains
 from akv.plan.save_bounds import closing_blocks, whole_number
@@ -57,7 +57,7 @@ class SchedulerHalf:
         self,
         settings: Settings,
         layout: Layout,
-        keys: KeySpace,
+        keys: ServerKeys,
         page_counts: tuple[int, ...],
         pool: PagePool,
         desk: CallDesk,
@@ -207,7 +207,7 @@ class SchedulerHalf:
         """
         await hash_in_slices(record.chain, self._closing(record), self._lookup.turn)
 
-    def reset(self, keys: KeySpace) -> None:
+    def reset(self, keys: ServerKeys) -> None:
         """New weights: ask under these names. The open requests were cancelled. Chains of tokens stay what they are."""
         # A lookup that is under way goes on with the old names; its request has ended, so nobody can take its offer up.
         self._lookup = msgspec.structs.replace(self._lookup, keys=keys)

@@ -148,8 +148,8 @@ class WorkerHalf:
 
     def plan_arrived(self, plan: PassPlan) -> None:
         """A pass is planned: ask for the slots of its window pages (S4)."""
-        if self._ring is not None and (copied := [order for order in plan.saves if order.snapshot]):
-            self._ring.claims.ask(plan.plan_id, copied, self._ring_news.wake)
+        if self._ring is not None:
+            self._ring.claims.ask(plan.plan_id, (o for o in plan.saves if o.snapshot), self._ring_news.wake)
 
     def plan_dropped(self, plan_id: int) -> None:
         """The pass will not run: its slots go back."""

@@ -4,8 +4,8 @@
 `plan/keys.py` make the keys.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
-from itertools import compress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import compress, islice
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from akv.flow.gate import OpenGate, PoolGate
 from akv.ownership.negative_keys import NegativeKeys
 from akv.plan.breaker import Waited
 from akv.plan.hashing import Chain
-from akv.plan.keys import KeySpace
+from akv.plan.keys import ServerKeys
 from akv.plan.lookup import LookupRange, ProbeWalk, lookup_range, offer_of, prefix_length
 from akv.plan.recent_chains import RecentChains
 from akv.plan.window_search import GroupBlocks, WindowGroup, WindowSearch
@@ -35,7 +35,7 @@ class LookupParts(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: PagePool
     desk: CallDesk
-    keys: KeySpace
+    keys: ServerKeys
     groups: int
     #: The window groups among them; the others are full attention.
     windows: tuple[WindowGroup, ...]
@@ -118,7 +118,9 @@ class _Search:
         windows = {window.group for window in parts.windows}
         #: The groups that need every page of a prefix.
         self._full = [group for group in range(parts.groups) if group not in windows]
-        self._walk = ProbeWalk(asked, len(self._full), parts.probe_head, parts.probe_chunk) if self._full else None
+        #: Keys of one block in these groups.
+        width = sum(map(parts.keys.shards, self._full))
+        self._walk = ProbeWalk(asked, width, parts.probe_head, parts.probe_chunk) if self._full else None
         #: Begun once the prefix is known.
         self._windows: WindowSearch | None = None
         #: Keys that were asked for.
@@ -179,13 +181,15 @@ class _Search:
 
     async def _ask_windows(self) -> None:
         """Ask for what the window groups need to resume in the prefix, step by step (W7)."""
+        windowed = [window.group for window in self._parts.windows]
         windows = self._windows = WindowSearch(
             self._asked,
             self._asked.first + self._found,
             self._parts.windows,
             rewind_tokens=self._parts.rewind_tokens,
             fallback=self._parts.window_fallback,
-            chunk=self._parts.probe_chunk,
+            # In pages, each of which has a key for each of its shards.
+            chunk=self._parts.probe_chunk // max(self._parts.keys.shards(group) for group in windowed),
         )
         # With a pool that cannot be asked any more the search would go on back to the local match, one time-out after another.
         before = self._unanswered
@@ -214,7 +218,14 @@ class _Search:
         answers = answer_each(answered, len(keys))
         self._unanswered += all(answer.state is KeyState.UNAVAILABLE for answer in answers)
         told = (answer.state is KeyState.OK for answer in answers)
-        return [asked and next(told) for asked in there]
+        # Of a page with one key, as all have where there is one rank, its own answer is the page's.
+        whole = told if len(keys) == sum(there) else self._by_page(pages, there, told)
+        return [asked and next(whole) for asked in there]
+
+    def _by_page(self, pages: Sequence[GroupBlocks], asked: Sequence[bool], told: Iterator[bool]) -> Iterator[bool]:
+        """Of each page that was asked for, whether every shard of it is there (L2)."""
+        shards = (self._parts.keys.shards(group) for group, blocks in pages for _ in blocks)
+        return (all(list(islice(told, width))) for width in compress(shards, asked))
 
     async def _name(self, pages: Sequence[GroupBlocks]) -> tuple[list[bool], list[str]]:
         """Which of these pages may be asked for, and the keys of those.
@@ -224,7 +235,7 @@ class _Search:
         """
         parts, chain = self._parts, self._chain
         end = max(blocks[-1] for _, blocks in pages) + 1
-        few = sum(len(blocks) for _, blocks in pages) <= _FEW_KEYS
+        few = sum(len(blocks) * parts.keys.shards(group) for group, blocks in pages) <= _FEW_KEYS
         async with parts.turn:
             if not self._adopted:
                 # Once more: since the request was opened, another that shares its prompt may have been hashed.
@@ -239,8 +250,13 @@ class _Search:
     def _keys(self, pages: Sequence[GroupBlocks]) -> tuple[list[bool], list[str]]:
         parts, now = self._parts, current_time()
         columns = [(group, _hashes(self._chain, blocks)) for group, blocks in pages]
-        there = [not bad for group, hashes in columns for bad in parts.negative.are_bad(group, hashes, now)]
-        return there, list(compress((key for column in columns for key in parts.keys.keys(*column)), there))
+        good = [[not bad for bad in parts.negative.are_bad(group, hashes, now)] for group, hashes in columns]
+        keys = [
+            key
+            for (group, hashes), asked in zip(columns, good, strict=True)
+            for key in parts.keys.keys(group, hashes if all(asked) else list(compress(hashes, asked)))
+        ]
+        return [asked for column in good for asked in column], keys
 
 
 def _hashes(chain: Chain, blocks: Sequence[int]) -> list[bytes]:

@@ -188,3 +188,38 @@ class KeySpace:
     def eviction_group(self, block_hash: bytes) -> str:
         """The name that all pages of one block share, over groups and shards, so that they leave the pool together (S10)."""
         return self._eviction_prefix + block_hash.hex()
+
+
+class ServerKeys:
+    """The keys that a server asks for: of each page those of every distinct shard, since a page lacks what one of them lacks
+    (L2). Of a server with one rank they are that rank's.
+    """
+
+    __slots__ = ("_prefixes", "space")
+
+    def __init__(self, space: str, prefixes: tuple[tuple[str, ...], ...]) -> None:
+        """Use `ServerKeys.of_settings`."""
+        #: As `KeySpace.space`.
+        self.space = space
+        #: For each layer group, what the keys of each distinct shard begin with.
+        self._prefixes = prefixes
+
+    @classmethod
+    def of_settings(cls, settings: Settings, layout: Layout, *, revision: str | None = None) -> "ServerKeys":
+        """As `KeySpace.of_settings`, of all ranks."""
+        ranks = [KeySpace.of_settings(settings, layout, revision=revision, rank=rank) for rank in range(layout.world)]
+        groups = range(len(layout.groups))
+        # Ranks whose bytes are equal have equal prefixes, and are asked about once.
+        return cls(ranks[0].space, tuple(tuple(dict.fromkeys(rank.prefix(group) for rank in ranks)) for group in groups))
+
+    def shards(self, group: int) -> int:
+        """How many keys a page of this group has."""
+        return len(self._prefixes[group])
+
+    def keys(self, group: int, hashes: Sequence[bytes]) -> list[str]:
+        """The keys of a layer group's pages: `shards(group)` for each hash, in order, those of one page behind each other."""
+        prefixes = self._prefixes[group]
+        if len(prefixes) == 1:
+            (prefix,) = prefixes
+            return [prefix + block.hex() for block in hashes]
+        return [prefix + name for name in map(bytes.hex, hashes) for prefix in prefixes]

@@ -3,13 +3,13 @@
 import msgspec
 
 from akv.errors import SettingsError
-from akv.plan.keys import KeySpace, layout_fingerprint
+from akv.plan.keys import KeySpace, ServerKeys, layout_fingerprint
 from akv.values.layout import Layout
 from akv.values.messages import MESSAGE_VERSION, Terms
 
 
 def terms_of(
-    layout: Layout, keys: KeySpace, page_counts: tuple[int, ...], *, role: str, load_mode: str, lookahead: int = 0
+    layout: Layout, keys: KeySpace | ServerKeys, page_counts: tuple[int, ...], *, role: str, load_mode: str, lookahead: int = 0
 ) -> Terms:
     """What a half says of itself. `lookahead` is that of its drafter (K2)."""
     return Terms(

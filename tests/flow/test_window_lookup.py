@@ -16,11 +16,13 @@ from akv.ownership.negative_keys import NegativeKeys
 from akv.ownership.requests import Requests
 from akv.ownership.store_calls import StoreCalls
 from akv.plan.hashing import Chain, scope_seed
+from akv.plan.keys import ServerKeys
 from akv.plan.recent_chains import RecentChains
 from akv.plan.window_search import window_groups
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyAnswer, KeyState
 from akv.services.poller import StreamPoller
+from akv.settings import check_settings
 from akv.units import NO_PAGE
 from akv.values.layout import Layout
 from akv.values.offers import Offer
@@ -79,7 +81,7 @@ class Seeker:
             **{
                 "pool": self.server.pool,
                 "desk": CallDesk(self.server.runner, self.records, StreamPoller(0.001)),
-                "keys": self.server.keys,
+                "keys": ServerKeys.of_settings(check_settings(self.server.settings), self.server.layout),
                 "groups": len(self.server.layout.groups),
                 "windows": window_groups(self.server.layout.groups),
                 "probe_head": 64,

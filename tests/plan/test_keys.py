@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from akv.errors import SettingsError
 from akv.plan.integrity import size_suffix
-from akv.plan.keys import KeySpace, Shard, escape, layout_fingerprint, model_part, shard_of
+from akv.plan.keys import KeySpace, ServerKeys, Shard, escape, layout_fingerprint, model_part, shard_of
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.settings import Settings
 
@@ -255,3 +255,30 @@ def test_K8_a_reset_changes_the_revision_and_nothing_else() -> None:
     assert KeySpace.of_settings(settings, layout()).space == "akv1/m@r1"
     assert KeySpace.of_settings(settings, layout(), revision="r2").space == "akv1/m@r2"
     assert KeySpace.of_settings(settings, layout(world=2), rank=1).prefix(0) == "akv1/m@r1/w2r1/lg0/t32b3072/"
+
+
+@pytest.mark.parametrize(
+    ("world", "kv_heads", "shards"),
+    [
+        (1, 8, ["w1r0"]),
+        (2, 8, ["w2r0", "w2r1"]),
+        (4, 2, ["w2r0", "w2r1"]),
+        (4, 1, ["replicated"]),
+    ],
+)
+def test_L2_a_server_asks_for_every_distinct_shard_of_a_page_once(world: int, kv_heads: int, shards: list[str]) -> None:
+    settings, split = Settings(model_key="m"), layout(group(kv_heads), group(8), world=world)
+    asked = ServerKeys.of_settings(settings, split)
+    hashes = [b"a" * 16, b"b" * 16]
+    ranks = [KeySpace.of_settings(settings, split, rank=rank) for rank in range(world)]
+    assert asked.space == ranks[0].space
+    assert [asked.shards(0), asked.shards(1)] == [len(shards), min(world, 8)]
+    keys = asked.keys(0, hashes)
+    assert [key.split("/")[2] for key in keys] == shards * 2
+    assert [key.rpartition("/")[2] for key in keys] == [block.hex() for block in hashes for _ in shards]
+    assert set(keys) == {key for rank in ranks for key in rank.keys(0, hashes)}
+
+
+def test_K8_a_server_asks_under_the_revision_that_a_reset_names() -> None:
+    settings = Settings(model_key="m", revision="one")
+    assert ServerKeys.of_settings(settings, layout(world=2), revision="two").space.endswith("@two")
