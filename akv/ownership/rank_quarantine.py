@@ -30,16 +30,14 @@ class Kept:
         return set[int]().union(*(calls for (_, own), calls in self.calls.items() if own == group))
 
     def returned(self, rank: int, group: int, pages: Iterable[int]) -> set[int]:
-        """Calls of this rank returned. The pages among theirs that no call of any rank touches any more."""
-        calls = self.calls.get((rank, group), Counter())
-        let_go = calls.keys() & set(pages)
-        # What is not its own is left out by a difference of counters.
-        left = calls - Counter(pages)
+        """Calls of this rank returned. Those of these pages that no call of any rank touches any more."""
+        # A difference of counters has none below zero: what is not its own stays.
+        left = self.calls.get((rank, group), Counter()) - Counter(pages)
         if left:
             self.calls[rank, group] = left
         else:
             self.calls.pop((rank, group), None)
-        return let_go - self.in_group(group)
+        return set(pages) - self.in_group(group)
 
 
 class RankQuarantine:
@@ -57,12 +55,9 @@ class RankQuarantine:
 
     def keep(self, rank: int, who: Who, pages: PagesPerGroup) -> None:
         """Given-up calls of this rank touch these pages, a page once for each of them, until `release`."""
-        if not any(pages):
-            return
-        calls = self._kept.setdefault(who, Kept()).calls
         for group, some in enumerate(pages):
             if some:
-                calls.setdefault((rank, group), Counter()).update(some)
+                self._kept.setdefault(who, Kept()).calls.setdefault((rank, group), Counter()).update(some)
 
     def tell(self, who: Who, tables: Iterable[PagesPerGroup]) -> PagesPerGroup:
         """Of the pages in these tables those that are in quarantine at this moment and were not named yet; they are now."""

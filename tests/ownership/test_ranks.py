@@ -142,6 +142,10 @@ def test_L8_a_page_is_bad_once_and_stays_bad_if_the_pool_named_the_shard_of_any_
     named = BadPage(0, HASHES[0], named=True)
     result = merged_load(loaded(FAILED, bad_pages=(one, two)), loaded(), loaded(FAILED, bad_pages=(three, of_window, named)))
     assert result.bad_pages == (named, two, three, of_window)
+    # In the order of the ranks, whichever reports first.
+    ledger = of_two(loads=[load()])
+    ledger.reported(1, loaded(FAILED, bad_pages=(one,)))
+    assert ledger.reported(0, loaded(FAILED, bad_pages=(two,))).loads[0].bad_pages == (two, one)
     # Nor does a rank that could have put it take it back.
     assert merged_load(loaded(FAILED, bad_pages=(named,)), loaded(FAILED, bad_pages=(one,))).bad_pages == (named,)
 

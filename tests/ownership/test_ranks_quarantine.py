@@ -64,6 +64,14 @@ def test_D2_a_page_leaves_when_the_last_call_of_the_last_rank_returned_and_is_to
     assert kept(ledger) == ((11,), (31,))
     assert ledger.reported(1, released((11,), (31,))) == released((11,), (31,))
     assert kept(ledger) == ()
+    assert not ledger._quarantine._kept, "an incarnation left a trace"
+
+
+def test_D2_an_end_without_pages_in_quarantine_leaves_no_trace() -> None:
+    ledger = waiting()
+    ledger.reported(0, cancelled((), ()))
+    assert ledger.reported(1, cancelled((), ())) == cancelled()
+    assert not ledger._quarantine._kept
 
 
 def test_D2_a_rank_releases_only_what_it_keeps_back_itself() -> None:
@@ -86,11 +94,15 @@ def test_D2_a_release_of_what_no_end_named_is_not_told() -> None:
 
 def test_D2_a_page_that_a_rank_released_before_the_last_one_reported_is_not_named() -> None:
     ledger = waiting()
-    ledger.reported(0, cancelled((10, 11)))
-    assert ledger.reported(0, released((10,))) == NOTHING
+    ledger.reported(0, cancelled((10, 11), ()))
+    assert ledger.reported(0, released((10,), ())) == NOTHING
     assert kept(ledger) == ((11,),)
-    assert ledger.reported(1, cancelled()) == cancelled((11,))
-    assert ledger.reported(0, released((11,))) == released((11,))
+    assert ledger.reported(1, cancelled()) == cancelled((11,), ())
+    # Nor does another end name it.
+    ledger.reported(0, unread((11,), ()))
+    assert ledger.reported(1, unread()) == unread()
+    assert ledger.reported(0, released((11,), ())) == NOTHING
+    assert ledger.reported(0, released((11,), ())) == released((11,), ())
 
 
 def test_D2_nor_is_one_that_is_released_in_the_report_that_names_it() -> None:
@@ -114,12 +126,13 @@ def test_D6_a_page_that_one_end_named_is_not_named_by_another_and_waits_for_both
 
 def test_D6_a_page_that_was_released_may_be_named_again() -> None:
     ledger = waiting()
-    ledger.reported(0, cancelled((10,)))
+    ledger.reported(0, cancelled((10, 11)))
     ledger.reported(1, cancelled())
     assert ledger.reported(0, released((10,))) == released((10,))
     ledger.reported(0, unread())
     assert ledger.reported(1, unread((10,))) == unread((10,))
     assert ledger.reported(1, released((10,))) == released((10,))
+    assert kept(ledger) == ((11,),)
 
 
 def test_M3_pages_in_quarantine_are_touched_when_nothing_is_outstanding_any_more() -> None:
