@@ -20,7 +20,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, TypeVarTuple, overload
+from typing import Any, Generic, Literal, Protocol, TypeVar, TypeVarTuple, overload
 
 import anyio
 import anyio.lowlevel
@@ -28,7 +28,7 @@ from anyio.abc import TaskGroup
 
 from akv import observe
 from akv.connector import Caches, Connector, open_connector
-from akv.errors import NotOpenError
+from akv.errors import AkvError, NotOpenError
 from akv.ports import Ports
 from akv.settings import Settings
 from akv.values.capabilities import DEFAULT_CAPABILITIES, EngineCapabilities
@@ -144,7 +144,10 @@ class LoopThread(Generic[Served]):
         return self._begin_within(0.0, function, args)
 
     def begin_within(
-        self, limit_s: float, function: Callable[[*Arguments], Awaitable[Result] | Result], *args: *Arguments
+        self,
+        limit_s: float,
+        function: Callable[[*Arguments], Coroutine[Any, Any, Result]] | Callable[[*Arguments], Result],
+        *args: *Arguments,
     ) -> "Future[Result]":
         """As `begin()`, for what may wait: with whatever wakes the loop next, and `hurry()` does, or in `limit_s` seconds."""
         return self._begin_within(limit_s, function, args)
@@ -308,18 +311,30 @@ class LoopThread(Generic[Served]):
                     _settle(future, error=self._ended())
 
 
-class Bridge(LoopThread[Connector]):
-    """A connector, open on a loop of its own. Made by `open_bridge()`; used by the threads of an engine."""
+class Serves(Protocol):
+    """What a bridge has open: a connector, or a half of one."""
 
     @property
-    def kv(self) -> Connector:
-        """The connector. It belongs to the loop: use it within what `call()`, `begin()` and `post()` run."""
-        return self.served
+    def failure(self) -> AkvError | None:
+        """Why it can be used no more; None while it can."""
+        ...
+
+    @property
+    def settings(self) -> Settings:
+        """What it was opened with."""
+        ...
+
+
+Open = TypeVar("Open", bound=Serves)
+
+
+class ServingThread(LoopThread[Open]):
+    """A connector, or a half of one, open on a loop of its own."""
 
     @property
     def broken(self) -> str:
         """Why the connector serves no more; empty while it does. Read from any thread, with no hop."""
-        failure = self.kv.failure or (self._ended() if self._leaving else None)
+        failure = self.served.failure or (self._ended() if self._leaving else None)
         return str(failure) if failure is not None else ""
 
     def close(self, limit_s: float | None = None) -> bool:
@@ -327,7 +342,7 @@ class Bridge(LoopThread[Connector]):
         that did not do: then the thread goes on, and nothing of the connector may be used again. Idempotent.
         """
         atexit.unregister(self.close)
-        limit_s = self.kv.settings.shutdown_deadline_s + _GRACE_S if limit_s is None else limit_s
+        limit_s = self.served.settings.shutdown_deadline_s + _GRACE_S if limit_s is None else limit_s
         if not (closed := super().close(limit_s)):
             observe.emit(observe.BRIDGE_UNCLOSED, waited_s=limit_s)
         return closed
@@ -335,8 +350,17 @@ class Bridge(LoopThread[Connector]):
     def _check(self) -> None:
         super()._check()
         # A crash of a service is not seen by who only puts work into an inbox.
-        if (failure := self.kv.failure) is not None:
+        if (failure := self.served.failure) is not None:
             raise failure
+
+
+class Bridge(ServingThread[Connector]):
+    """A connector, open on a loop of its own. Made by `open_bridge()`; used by the threads of an engine."""
+
+    @property
+    def kv(self) -> Connector:
+        """The connector. It belongs to the loop: use it within what `call()`, `begin()` and `post()` run."""
+        return self.served
 
 
 def open_bridge(
@@ -358,6 +382,15 @@ def open_bridge(
         name="akv-bridge",
         backend=backend,
     )
-    # After the exit guard, which was registered while the pool opened, and so run before it.
+    return closed_at_exit(bridge)
+
+
+Thread = TypeVar("Thread", bound=ServingThread[Any])
+
+
+def closed_at_exit(bridge: Thread) -> Thread:
+    """Have it closed at the end of the process at the latest: after the exit guard was registered, while the pool opened, and
+    so before it runs.
+    """
     atexit.register(bridge.close)
     return bridge

@@ -37,6 +37,11 @@ class Scheduler(Connector):
         super().__init__(halves)
         self._ranks = ranks
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether `take_orders()` has something to return. From any thread, with no hop."""
+        return self._ranks.has_orders
+
     def take_orders(self) -> bytes:
         """What was said since the last call, for every rank's `Worker.carry_out()`; empty for nothing.
 

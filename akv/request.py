@@ -75,6 +75,11 @@ class Request:
         return self._record.phase is Phase.CLOSED
 
     @property
+    def is_open(self) -> bool:
+        """Whether passes may be planned for it: it has not begun to end, no load of it and no preemption is under way."""
+        return self._record.phase is Phase.OPEN
+
+    @property
     def lost(self) -> bool:
         """Whether nobody can give its pages back any more: what `PagesLost` says."""
         return self._halves.is_lost(self._record)

@@ -114,6 +114,11 @@ class RemoteWorkers:
         """What each rank says of itself."""
         return tuple(hello.terms for hello in self._hellos)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether anything was said since they were taken last."""
+        return bool(self._orders)
+
     def take_orders(self) -> bytes:
         """What was said since the last call, for every rank to carry out; empty for nothing."""
         if not self._orders:
@@ -174,13 +179,15 @@ class RemoteWorkers:
         self, plan_id: int | None, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Taken]
     ) -> None:
         """For each rank to save, behind the pass that it will have queued by then."""
-        self._ledger.saves_sent(orders)
-        self._saving.update(order.save_id for order in orders)
         if plan_id is None:
             self._orders.append(SavesNow(saves=tuple(orders)))
         elif plan_id in self._plans:
             self._plans.remove(plan_id)
             self._orders.append(PlanEnded(plan_id=plan_id, saves=tuple(order.save_id for order in orders)))
+        elif orders:
+            raise AssertionError(f"plan {plan_id} saves something, and no rank was told of it")
+        self._ledger.saves_sent(orders)
+        self._saving.update(order.save_id for order in orders)
 
     def pass_begins(self) -> None:
         """Each rank sees that by itself."""

@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 from akv.engines.vllm.configuration import Configuration
+from akv.engines.vllm.ends import Results
 from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.scheduler import SchedulerRole, StepOrder
 from akv.engines.vllm.session import Session, join_session
-from akv.engines.vllm.worker import Results, WorkerRole
 from akv.settings import check_settings
 from akv.values.scope import Scope
 from akv_testing.server import FakeServer

@@ -40,8 +40,16 @@ _LEFT_OUT = {"store.protocol": "rdma", "store.segment_bytes": 4 * 2**30}
 #: What vLLM says where it found no address of this machine.
 _NO_ADDRESS = "0.0.0.0"  # noqa: S104 - nothing is bound to it
 #: vLLM's executor with the worker in the scheduler's process, as vLLM leaves it alone; and its other names.
-_UNIPROC = "vllm.v1.executor.UniProcExecutor"
-_IN_PROCESS = (None, "uni", _UNIPROC, "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+_IN_PROCESS = (
+    None,
+    "uni",
+    "vllm.v1.executor.UniProcExecutor",
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+)
+#: The one with a process for each worker.
+_PROCESSES = ("mp", "vllm.v1.executor.MultiprocExecutor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor")
+#: What a model's configuration calls a number of KV heads, of all layers or of some.
+_KV_HEADS = re.compile(r"(kv|key_value)s?_heads?|heads?_kv|kv_head")
 #: Two spellings of one kind.
 _SPELT = {"fp8": "fp8_e4m3"}
 
@@ -52,6 +60,10 @@ class Configuration(NamedTuple):
     settings: Settings
     capabilities: EngineCapabilities
     grace_s: float
+    #: Tensor-parallel ranks.
+    world: int = 1
+    #: Whether workers live in processes of their own, one for each rank.
+    apart: bool = False
 
 
 def configuration_of(vllm_config: Any, kv_cache_config: Any, own_address: Callable[[], str]) -> Configuration:
@@ -60,7 +72,7 @@ def configuration_of(vllm_config: Any, kv_cache_config: Any, own_address: Callab
 
     Raises SettingsError (fault of whoever configured this server), naming what is wrong, in akv's words or vLLM's.
     """
-    _check_parallel(vllm_config.parallel_config)
+    apart = _check_parallel(vllm_config.parallel_config)
     if vllm_config.cache_config.cache_dtype != "auto" and getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         why = "scales that a server finds in its first requests differ between servers, and so do the bytes of equal blocks"
         raise SettingsError("calculate_kv_scales", True, why, "Use a checkpoint that brings them.")
@@ -73,7 +85,11 @@ def configuration_of(vllm_config: Any, kv_cache_config: Any, own_address: Callab
     if isinstance(grace_ms, bool) or not isinstance(grace_ms, int | float) or not 0 <= grace_ms <= 1000:
         why = "every request of the batch waits with the scheduler"
         raise SettingsError(f"kv_connector_extra_config.{GRACE}", grace_ms, why, "Use milliseconds from 0 to 1000.")
-    return Configuration(_settings(vllm_config, extra, own_address), _capabilities(vllm_config), grace_ms / 1000)
+    settings, world = _settings(vllm_config, extra, own_address), vllm_config.parallel_config.tensor_parallel_size
+    if apart and settings.pool == "embedded":
+        why = "each worker would start one of its own, and the scheduler another"
+        raise SettingsError("pool", settings.pool, why, "Start a pool with `akv master`, and name it in store.master_address.")
+    return Configuration(settings, _capabilities(vllm_config), grace_ms / 1000, world, apart)
 
 
 def require_recompute(transfer: Any) -> bool:
@@ -134,23 +150,36 @@ def _check_media(vllm_config: Any) -> None:
     raise SettingsError("mm_processor_cache_gb", 0, why, "Leave either of them on.")
 
 
-def _check_parallel(parallel: Any) -> None:
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
+def model_heads(vllm_config: Any) -> int | None:
+    """The KV heads of every layer in all; None where a configuration says several numbers, or none of them for each layer."""
+    model = vllm_config.model_config
+    fields = _named(model.hf_text_config.to_dict())
+    said = {value for name, value in fields.items() if isinstance(value, int) and _KV_HEADS.search(name)}
+    lists = any(isinstance(value, list) and _KV_HEADS.search(name) for name, value in fields.items())
+    total = model.get_total_num_kv_heads()
+    return int(total) if said <= {total} and not lists and "block_configs" not in fields else None
+
+
+def _check_parallel(parallel: Any) -> bool:
+    """Refuse what is not served. Returns whether the workers live in processes of their own."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if (ranks := getattr(parallel, name, 1)) > 1:
-            why = "akv serves vLLM with one rank per engine, as yet: the halves of a connector share a process"
-            raise SettingsError(name, ranks, why, "Use 1 of it, and data_parallel_size for more GPUs.")
+            why = "a rank would hold a part of the layers, or of the tokens, and a page has all of both"
+            raise SettingsError(name, ranks, why, "Use 1 of it, and tensor_parallel_size or data_parallel_size for more GPUs.")
+    if (nodes := getattr(parallel, "nnodes", 1)) > 1:
+        raise SettingsError(
+            "nnodes", nodes, "akv has not been tried with the ranks of one engine on several machines", "Use 1 of it."
+        )
     backend = parallel.distributed_executor_backend
     named = backend if isinstance(backend, str | None) else f"{backend.__module__}.{backend.__qualname__}"
+    if named in _PROCESSES:
+        return True
     if named not in _IN_PROCESS:
-        why = "the worker would live in another process than the scheduler"
-        # By itself vLLM takes 'mp' beside data parallelism, and on a CPU, where it also makes 'mp' of 'uni'; of a class never.
-        fix = f"Use {_UNIPROC!r}, which is 'uni' and also serves on a CPU and with data_parallel_size."
-        raise SettingsError("distributed_executor_backend", backend, why, fix)
+        why = "akv has not been tried with its way of starting workers"
+        raise SettingsError("distributed_executor_backend", backend, why, "Use 'mp', or 'uni' with one rank.")
+    if (ranks := parallel.tensor_parallel_size) > 1:
+        raise SettingsError("tensor_parallel_size", ranks, f"executor {named!r} runs one rank", "Use executor 'mp'.")
+    return False
 
 
 def _settings(vllm_config: Any, extra: dict[str, Any], own_address: Callable[[], str]) -> Settings:

@@ -37,9 +37,18 @@ def check_groups(groups: Sequence[Any]) -> None:
             _check_spec(f"kv_cache_groups[{index}]", group, spec)
 
 
-def cache_of(groups: Sequence[Any], blocks: int, tensors: Mapping[str, Any], traits: Mapping[str, str]) -> Cache:
+def cache_of(
+    groups: Sequence[Any],
+    blocks: int,
+    tensors: Mapping[str, Any],
+    traits: Mapping[str, str],
+    *,
+    world: int = 1,
+    model_heads: int | None = None,
+) -> Cache:
     """Describe the cache. `groups`: of the `KVCacheConfig`; `blocks`: its number of blocks. `tensors`: each layer's cache, by
-    name. `traits`: by layer, what else decides over its bytes: the attention backend above all, which may pack them.
+    name. `traits`: by layer, what else decides over its bytes: the attention backend above all, which may pack them. `world`:
+    the tensor-parallel ranks; `model_heads`: the KV heads of each layer in all, None where that is not certain.
 
     Raises SettingsError for a cache whose blocks do not lie in one piece each.
     """
@@ -71,7 +80,7 @@ def cache_of(groups: Sequence[Any], blocks: int, tensors: Mapping[str, Any], tra
                 attention="sliding_window" if window else "full",
                 window_tokens=spec.sliding_window if window else 0,
                 dtype=str(spec.dtype).removeprefix("torch."),
-                kv_heads=spec.num_kv_heads,
+                kv_heads=_heads_in_all([specs[name] for name in layers], world, model_heads),
                 head_size=spec.head_size,
                 regions=tuple(regions),
                 quantisation=";".join((f"kv={spec.kv_quant_mode.name}", *kinds)),
@@ -79,7 +88,24 @@ def cache_of(groups: Sequence[Any], blocks: int, tensors: Mapping[str, Any], tra
             )
         )
         caches.append(held)
-    return Cache(Layout(tokens_per_block=groups[0].kv_cache_spec.block_size, groups=tuple(described)), caches)
+    tokens_per_block = groups[0].kv_cache_spec.block_size
+    return Cache(Layout(tokens_per_block=tokens_per_block, groups=tuple(described), world=world), caches)
+
+
+def _heads_in_all(specs: Sequence[Any], world: int, model_heads: int | None) -> int:
+    """The KV heads of these layers on all ranks together, of specs that say one rank's: at least 1, also where the model has
+    fewer than ranks, which then share a head.
+
+    Which ranks share one, and store it once, follows from the model's heads. Where these are not certain each rank's are taken
+    for its own: equal pages are stored more than once then, and no two that differ under one name.
+    """
+    heads: set[int] = {spec.num_kv_heads for spec in specs}
+    if world == 1:
+        return int(specs[0].num_kv_heads)
+    if all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs):
+        return 1  # A latent, which every rank holds whole.
+    shared = heads == {1} and model_heads is not None and world % model_heads == 0
+    return model_heads if shared and model_heads else max(heads) * world
 
 
 def _specs_of(group: Any) -> dict[str, Any]:

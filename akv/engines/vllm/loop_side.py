@@ -67,17 +67,23 @@ class LoopSide:
         """Pass on whatever ends, for as long as the connector lives."""
         while True:
             await self._kv.changed.wait()
-            try:
-                for ended in self._kv.completed():
-                    self._tell(ended)
-            except PagesLost as lost:
-                self._tell(lost)
+            self._tell_ends()
             # The engine's thread waits for what was told, and for the interpreter.
             await checkpoint()
-            reads = self._kv.pressure().reads
-            if reads != self._read:
-                self._read = reads
-                self._tell(reads)
+            self._tell_reads()
+
+    def _tell_ends(self) -> None:
+        try:
+            for ended in self._kv.completed():
+                self._tell(ended)
+        except PagesLost as lost:
+            self._tell(lost)
+
+    def _tell_reads(self) -> None:
+        reads = self._kv.pressure().reads
+        if reads != self._read:
+            self._read = reads
+            self._tell(reads)
 
     async def look_up(self, tracked: Tracked, local_tokens: int) -> Offer:
         """Ask what the pool holds of a request beyond the local match. Opens the request, where nothing has."""
@@ -157,12 +163,15 @@ class LoopSide:
             raise
         return tracked.request
 
-    def _reserve(self, load: Loading) -> None:
+    def _reserve(self, load: Loading) -> bool:
+        """Whether the load was taken up; else it has ended, which was told."""
         try:
             self._opened(load.tracked).reserve(load.offer, load.tokens, load.pages)
         except (DeviceError, EngineContractError) as error:
             observe.emit(observe.ENGINE_LOAD_REFUSED, request_id=load.tracked.id, error=error)
             self._tell(LoadCompleted(request_id=load.tracked.id, incarnation=0, state=LoadState.FAILED, reason=REFUSED))
+            return False
+        return True
 
     def _scheduled(self, part: Part) -> Scheduled | None:
         try:

@@ -94,7 +94,7 @@ class SchedulerRole:
         tracked = self._session.requests.get(request.request_id)
         if not tokens or tracked is None or tracked.asked is None:
             return
-        tracked.receiving, tracked.reported = True, False
+        tracked.receiving, tracked.reported, tracked.below = True, False, False
         offer, tracked.asked = tracked.asked.result(), None
         self._session.counts.add("offers")
         self._session.counts.add("offered_tokens", tokens)
@@ -102,6 +102,22 @@ class SchedulerRole:
 
     def step(self, output: Any) -> StepOrder:
         """A step is scheduled. `output`: vLLM's `SchedulerOutput`, which is only read."""
+        preempted, step = self._gather(output)
+        idle = not output.num_scheduled_tokens
+        if not (preempted or step.loads or step.parts) or self._session.serving is None:
+            return StepOrder(None, idle)
+        loop = self._session.serving.loop
+        if preempted:
+            # Blocks of theirs may be written in this step: no copy reads them any more when this returns.
+            self._session.ask(loop.preempt, preempted, otherwise=None)
+        planned = self._session.begin(loop.step, step)
+        if idle:
+            # Nothing is computed, so this thread will wait for the loads: they begin while it does the rest of its step.
+            self._session.hurry()
+        return StepOrder(planned, idle)
+
+    def _gather(self, output: Any) -> tuple[list[Tracked], Step]:
+        """What a step preempts, loads and computes, as far as akv is to know."""
         self._grace_left = self._grace_s
         requests = self._session.requests
         preempted = []
@@ -121,18 +137,7 @@ class SchedulerRole:
                     tracked.send()
                     pages = self._pages(output.kv_connector_block_state.get_block_ids(request_id))
                     parts.append(Part(tracked, before, tokens - drafts, drafts, pages))
-        idle = not output.num_scheduled_tokens
-        if not (preempted or loads or parts) or self._session.serving is None:
-            return StepOrder(None, idle)
-        loop = self._session.serving.loop
-        if preempted:
-            # Blocks of theirs may be written in this step: no copy reads them any more when this returns.
-            self._session.ask(loop.preempt, preempted, otherwise=None)
-        planned = self._session.begin(loop.step, Step(loads, parts))
-        if idle:
-            # Nothing is computed, so this thread will wait for the loads: they begin while it does the rest of its step.
-            self._session.hurry()
-        return StepOrder(planned, idle)
+        return preempted, Step(loads, parts)
 
     def received(self, ended: Iterable[str]) -> None:
         """The scheduler reads that these requests' loads ended; before it frees anything."""

@@ -18,10 +18,12 @@ from akv.engines.vllm.configuration import Configuration
 from akv.engines.vllm.identity import Use
 from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.loop_side import End, LoopSide
+from akv.engines.vllm.ranked_loop import RankedLoopSide
 from akv.engines.vllm.stats import Counts
 from akv.engines.vllm.tracked import Tracked
 from akv.errors import AkvError, ConnectorBroken, NotOpenError, SettingsError
 from akv.ports import Ports
+from akv.rank_bridge import open_scheduler_bridge
 from akv.values.messages import PagesPerGroup
 from akv.values.offers import Offer
 from akv.values.requests import LoadCompleted
@@ -42,11 +44,11 @@ def join_session(engine_id: str) -> "Session":
 class Serving:
     """A bridge and what runs on its loop."""
 
-    def __init__(self, bridge: Bridge, tell: Callable[[End], None]) -> None:
+    def __init__(self, bridge: Bridge, loop: LoopSide) -> None:
         self.bridge = bridge
-        self.loop = LoopSide(bridge.kv, tell)
+        self.loop = loop
         #: Ends with the connector alone.
-        self.delivery: Future[None] = bridge.begin(self.loop.deliver)
+        self.delivery: Future[None] = bridge.begin(loop.deliver)
 
 
 class Session:
@@ -56,6 +58,8 @@ class Session:
         self._engine_id = engine_id
         #: None before the worker has the cache, and once nothing can be asked any more.
         self.serving: Serving | None = None
+        #: The loop's side where the worker halves live in other processes.
+        self.ranks: RankedLoopSide | None = None
         self._failed = False
         #: What failed on the loop and was no outcome: a fault of the adapter's, after which nothing it says can be trusted.
         self._fault: BaseException | None = None
@@ -74,12 +78,23 @@ class Session:
         """Open the connector on the engine's cache. Blocks until it is open; raises what opening one raises. `stream`: the
         CUDA stream of the forwards.
         """
+        self._check_alone()
+        settings, capabilities = configuration.settings, configuration.capabilities
+        bridge = open_bridge(settings, cache.layout, cache.tensors, stream=stream, capabilities=capabilities, ports=ports)
+        self.serving = Serving(bridge, LoopSide(bridge.kv, self._told))
+
+    def open_ranks(self, configuration: Configuration, hellos: Sequence[bytes], *, ports: Ports | None = None) -> None:
+        """Open the scheduler half of a server whose ranks have opened theirs in processes of their own. As `open`."""
+        self._check_alone()
+        settings, capabilities = configuration.settings, configuration.capabilities
+        bridge = open_scheduler_bridge(settings, hellos, capabilities=capabilities, ports=ports)
+        self.ranks = RankedLoopSide(bridge.scheduler, self._told)
+        self.serving = Serving(bridge, self.ranks)
+
+    def _check_alone(self) -> None:
         if self.serving is not None:
             why = "another engine of this process has it, and the two roles of a connector find each other by it"
             raise SettingsError("kv_transfer_config.engine_id", self._engine_id, why, "Leave it out: vLLM makes one up.")
-        settings, capabilities, _ = configuration
-        bridge = open_bridge(settings, cache.layout, cache.tensors, stream=stream, capabilities=capabilities, ports=ports)
-        self.serving = Serving(bridge, self._told)
 
     def close(self) -> None:
         """Close the connector, whichever role says so first. Later hooks are answered without a cache."""

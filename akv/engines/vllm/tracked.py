@@ -17,6 +17,7 @@ class Tracked:
         "_sent",
         "asked",
         "asked_for",
+        "below",
         "ended",
         "epoch",
         "held",
@@ -48,6 +49,8 @@ class Tracked:
         self.receiving = False
         #: It was told.
         self.reported = False
+        #: The ranks were told of that load, in processes of their own, and each says itself that it ended there.
+        self.below = False
         #: It ended, and vLLM keeps its blocks until it is told that nothing reads them.
         self.held = False
         #: The state of the last pass that akv was told of: whole blocks, those of confirmed tokens, blocks behind each window.

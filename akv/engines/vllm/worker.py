@@ -1,16 +1,11 @@
 """The worker's role: the cache, the end of each pass, and what has ended since the last one."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
-from akv.engines.vllm.scheduler import FINAL, STEP_TAIL_S
+from akv.engines.vllm.ends import Ends, Results
+from akv.engines.vllm.scheduler import STEP_TAIL_S
 from akv.engines.vllm.session import Session
-from akv.engines.vllm.tracked import Tracked
-from akv.errors import PagesLost
-from akv.values.messages import LoadState, PassPlan
-from akv.values.pressure import Reads
-from akv.values.requests import LoadCompleted, SavesCompleted
+from akv.values.messages import PassPlan
 
 #: Seconds that a step which computes nothing waits for something to end. vLLM would come again after a millisecond, and its
 #: loop would keep the interpreter from the threads that it waits for; a request that arrives meanwhile waits as long at most.
@@ -24,12 +19,9 @@ CPU_MOST_S = 0.05
 HELD_WAIT_S = 0.003
 
 
-class Results(NamedTuple):
-    """What ended, by vLLM's ids. A load that failed stands in two of them."""
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
+def idle_waits(*, on_cpu: bool) -> tuple[float, float]:
+    """Seconds that a step which computes nothing waits for the next end, and in all."""
+    return (CPU_WAIT_S, CPU_MOST_S) if on_cpu else (IDLE_WAIT_S, IDLE_WAIT_S)
 
 
 class WorkerRole:
@@ -40,8 +32,7 @@ class WorkerRole:
         self._session = session
         self._windows = windows
         self._on_cpu = on_cpu
-        #: What loads had read when it was counted last.
-        self._read = Reads()
+        self._ends = Ends(session)
 
     def after_forward(self, planned: "Future[PassPlan | None]") -> None:
         """The planned pass is queued on the device. Waits until copies of window pages are queued, and for nothing else."""
@@ -68,92 +59,5 @@ class WorkerRole:
         """
         session = self._session
         if idle:
-            limit_s, most_s = (CPU_WAIT_S, CPU_MOST_S) if self._on_cpu else (IDLE_WAIT_S, IDLE_WAIT_S)
-            session.wait(limit_s, most_s, HELD_WAIT_S)
-        session.see()
-        results = Results(set(), set(), set())
-        while session.ends:
-            ended = session.ends.popleft()
-            if isinstance(ended, Tracked):
-                self._over(ended, results)
-                continue
-            if isinstance(ended, Reads):
-                session.counts.reads_grew(self._read, ended)
-                self._read = ended
-                continue
-            tracked = session.requests.get(ended.request_id)
-            match ended:
-                case LoadCompleted():
-                    self._load_ended(tracked, ended, results)
-                case SavesCompleted():
-                    self._request_ended(tracked, ended, results)
-                case PagesLost():
-                    self._lost(tracked, ended.pages, results)
-                case _:
-                    pass
-        if session.failed or session.serving is None:
-            self._give_back_all(results)
-        return results
-
-    def _load_ended(self, tracked: Tracked | None, ended: LoadCompleted, results: Results) -> None:
-        counts = self._session.counts
-        if ended.state is LoadState.LOADED:
-            counts.add("loads")
-            counts.add("loaded_tokens", ended.tokens)
-        elif ended.state is LoadState.FAILED:
-            counts.add("failed_loads")
-        if tracked is None or not tracked.receiving or tracked.reported:
-            return
-        if ended.state is not LoadState.LOADED:
-            results.failed.add(tracked.id)
-            tracked.local_only = tracked.local_only or ended.reason in FINAL
-            self._begin_again(tracked)
-        self._received(tracked, results)
-
-    def _begin_again(self, tracked: Tracked) -> None:
-        """VLLM frees all blocks of a request whose load failed, its local match with them, and schedules it like a new one:
-        from whatever its own cache holds by then, by passes of which akv is told those alone that complete a block. What the
-        load left behind says nothing about any of them.
-        """
-        serving = self._session.serving
-        if serving is not None and not tracked.ended:
-            tracked.noted = ()
-            self._session.ask(serving.loop.preempt, [tracked], otherwise=None)
-
-    def _request_ended(self, tracked: Tracked | None, ended: SavesCompleted, results: Results) -> None:
-        self._session.counts.add("saved_requests")
-        self._session.counts.add("stored_blocks", ended.stored_blocks)
-        self._session.counts.add("refused_blocks", ended.refused_blocks)
-        # An incarnation that was preempted ends, too, and its request goes on.
-        if tracked is not None and tracked.request is not None and tracked.request.closed:
-            self._over(tracked, results)
-
-    def _lost(self, tracked: Tracked | None, pages: Sequence[Sequence[int]], results: Results) -> None:
-        self._session.lose(pages)
-        if tracked is not None:
-            # For akv it is over; vLLM computes it, in other blocks.
-            self._over(tracked, results, failed=True)
-            self._session.requests.pop(tracked.id, None)
-
-    def _over(self, tracked: Tracked, results: Results, *, failed: bool = False) -> None:
-        """Nothing touches the request's blocks any more, or nobody can say so and the blocks are lost."""
-        if tracked.receiving:
-            if not tracked.reported:
-                if failed:
-                    results.failed.add(tracked.id)
-                self._received(tracked, results)
-        elif tracked.held:
-            tracked.held = False
-            results.sent.add(tracked.id)
-            del self._session.requests[tracked.id]
-
-    @staticmethod
-    def _received(tracked: Tracked, results: Results) -> None:
-        tracked.reported = True
-        results.received.add(tracked.id)
-
-    def _give_back_all(self, results: Results) -> None:
-        """There is no cache any more, and what a copy may touch was taken out of use."""
-        for tracked in list(self._session.requests.values()):
-            if tracked.receiving or tracked.held:
-                self._over(tracked, results, failed=True)
+            session.wait(*idle_waits(on_cpu=self._on_cpu), HELD_WAIT_S)
+        return self._ends.take()

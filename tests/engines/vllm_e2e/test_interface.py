@@ -38,11 +38,11 @@ def test_every_hook_is_one_of_vllms_and_takes_its_arguments(connector: Any) -> N
 
 
 def test_both_forms_of_what_ended_say_the_same(connector: Any) -> None:
-    from akv.engines.vllm.worker import Results
+    from akv.engines.vllm.ends import Results
 
     class Ended:
         def results(self, *, idle: bool) -> Results:
-            return Results({"sent"}, {"received", "failed"}, {"failed"})
+            return Results({"sent"}, {"received", "failed"}, {"failed"}, set())
 
     one = connector.__new__(connector)
     one._worker, one._connector_metadata = Ended(), None
