@@ -18,6 +18,7 @@ from akv.engines.vllm.ends import Results
 from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.scheduler import SchedulerRole, StepOrder
 from akv.engines.vllm.session import Session, join_session
+from akv.engines.vllm.worker import WorkerRole
 from akv.settings import check_settings
 from akv.values.scope import Scope
 from akv_testing.server import FakeServer

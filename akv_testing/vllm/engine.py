@@ -39,7 +39,8 @@ def config_of(options: Options) -> Any:
         kv_cache_memory_bytes=1 << 30,
         seed=0,
         # Scheduler and worker in one process, as by default on a GPU; by this name vLLM does so on a CPU, too.
-        distributed_executor_backend="vllm.v1.executor.UniProcExecutor",
+        distributed_executor_backend="mp" if options.ranks else "vllm.v1.executor.UniProcExecutor",
+        tensor_parallel_size=max(1, options.ranks),
         kv_transfer_config=_transfer(options),
     )
     config = arguments.create_engine_config()

@@ -25,6 +25,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ahead: bool = False
     #: The engine's core in a process of its own, as `vllm serve` has it; else in the server's, which steps it.
     apart: bool = False
+    #: Tensor-parallel ranks, each in a process of its own; 0: one rank, in the scheduler's process.
+    ranks: int = 0
     #: What `kv_connector_extra_config` says.
     extra: Mapping[str, object] = {}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from akv.engines.vllm.configuration import Configuration, configuration_of, require_recompute, traits_of
+from akv.engines.vllm.configuration import Configuration, configuration_of, model_heads, require_recompute, traits_of
 from akv.engines.vllm.versions import check_version
 from akv.errors import DependencyError, SettingsError
 from akv.settings import Settings
@@ -152,7 +152,9 @@ def test_the_grace_of_lookups_is_in_milliseconds() -> None:
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size"),
-        ({"parallel_config": {"distributed_executor_backend": "mp"}}, "distributed_executor_backend"),
+        ({"parallel_config": {"nnodes": 2, "distributed_executor_backend": "mp"}}, "nnodes"),
+        # Each rank and the scheduler would have a pool of its own; the stand-in's configuration says "embedded".
+        ({"parallel_config": {"distributed_executor_backend": "mp"}}, "pool"),
         ({"cache_config": {"cache_dtype": "fp8", "calculate_kv_scales": True}}, "calculate_kv_scales"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative_config.method"),
     ],
@@ -161,9 +163,39 @@ def test_W9_P1_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], 
     assert refused(**fields) == field
 
 
-def test_W9_a_worker_in_another_process_is_refused_with_what_helps_on_a_cpu_and_beside_data_parallelism() -> None:
-    with pytest.raises(SettingsError, match=r"Use 'vllm\.v1\.executor\.UniProcExecutor'"):
-        settings(parallel_config={"distributed_executor_backend": "mp"})
+JOINED = {"store.master_address": "10.0.0.1:50051", "model_key": "own"}
+
+
+class MultiprocExecutor:
+    __module__ = "vllm.v1.executor.multiproc_executor"
+
+
+@pytest.mark.parametrize("backend", ["mp", "vllm.v1.executor.MultiprocExecutor", MultiprocExecutor])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_D1_workers_in_processes_of_their_own_have_a_half_each(backend: Any, ranks: int) -> None:
+    found = configured(JOINED, parallel_config={"distributed_executor_backend": backend, "tensor_parallel_size": ranks})
+    assert (found.apart, found.world) == (True, ranks)
+    assert (configured(JOINED).apart, configured(JOINED).world) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "total", "heads"),
+    [
+        ({"num_key_value_heads": 8}, 8, 8),
+        ({}, 8, 8),
+        ({"num_kv_heads": 1}, 1, 1),
+        ({"num_key_value_heads": 8, "num_global_key_value_heads": 2}, 8, None),
+        ({"num_key_value_heads": [8, 4]}, 8, None),
+        ({"num_key_value_heads": 4}, 8, None),
+        ({"block_configs": []}, 8, None),
+    ],
+)
+def test_K3_how_many_heads_every_layer_has_is_known_only_where_one_number_says_it(
+    fields: dict[str, Any], total: int, heads: int | None
+) -> None:
+    text = SimpleNamespace(to_dict=lambda: fields)
+    model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: total)
+    assert model_heads(SimpleNamespace(model_config=model)) == heads
 
 
 class UniProcExecutor:

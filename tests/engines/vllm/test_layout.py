@@ -39,6 +39,45 @@ def test_K4_a_block_is_its_layers_in_the_models_order_whatever_order_vllm_lists_
     assert [tensor.shape for tensor in held[0]] == [(BLOCKS, 2, 32, 64)] * 3
 
 
+@pytest.mark.parametrize(
+    ("here", "model_heads", "world", "heads"),
+    [
+        (2, 2, 1, 2),  # One rank: as its spec says.
+        (2, 4, 2, 4),  # Split evenly.
+        (4, None, 2, 8),
+        (1, 8, 8, 8),  # One head each.
+        (1, 2, 4, 2),  # Two ranks share a head, and one of them stores it.
+        (1, 1, 4, 1),
+        (1, None, 4, 4),  # Nobody knows which ranks share one: each stores its own.
+        (1, 3, 4, 4),
+    ],
+)
+def test_K3_heads_of_all_ranks_together(here: int, model_heads: int | None, world: int, heads: int) -> None:
+    one = group(full_spec(num_kv_heads=here), NAMES)
+    layout = cache_of([one], BLOCKS, tensors(NAMES), {}, world=world, model_heads=model_heads).layout
+    check_layout(layout)
+    assert (layout.world, layout.groups[0].kv_heads) == (world, heads)
+
+
+def test_K3_layers_of_one_group_that_differ_in_heads_share_nothing_between_ranks() -> None:
+    several = SimpleNamespace(kv_cache_specs={NAMES[0]: full_spec(num_kv_heads=1), NAMES[1]: full_spec(num_kv_heads=2)})
+    one = group(several, NAMES[:2])
+    one.kv_cache_spec.block_size = 32
+    caches = tensors(NAMES[:2])
+    layout = cache_of([one], BLOCKS, caches, {}, world=4, model_heads=1).layout
+    assert layout.groups[0].kv_heads >= 4
+
+
+def test_K3_a_latent_is_whole_on_every_rank() -> None:
+    class MLAAttentionSpec(FullAttentionSpec):
+        pass
+
+    latent = full_spec(num_kv_heads=1)
+    latent.__class__ = MLAAttentionSpec
+    layout = cache_of([group(latent, NAMES)], BLOCKS, tensors(NAMES), {}, world=2, model_heads=16).layout
+    assert layout.groups[0].kv_heads == 1
+
+
 def test_W1_a_window_group_is_one() -> None:
     layout, _ = described(group(full_spec(), NAMES[:1]), group(window_spec(sliding_window=100), NAMES[1:]))
     assert [one.attention for one in layout.groups] == ["full", "sliding_window"]

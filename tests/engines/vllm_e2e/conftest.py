@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from random import Random
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -22,6 +23,20 @@ FEW_BLOCKS = {LLAMA: 123, GEMMA3: 130}
 STARTED = Options(model="", connector=AKV, blocks=256, ahead=True)
 #: Beside other work a lookup may take longer than a server would wait; what is measured here is not time.
 PATIENT = {"lookup_deadline_s": 20.0, "load_deadline_s": 30.0}
+
+
+class Way(NamedTuple):
+    """How vLLM runs a model."""
+
+    #: Whether it schedules asynchronously: its default on a GPU.
+    ahead: bool
+    #: Tensor-parallel ranks, each in a process of its own; 0: one, in the scheduler's.
+    ranks: int = 0
+
+    @property
+    def options(self) -> Options:
+        """Of a server that runs it so."""
+        return Options(model="", connector=AKV, blocks=256, ahead=self.ahead, ranks=self.ranks)
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +78,14 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session", params=[True, False], ids=["ahead", "in step"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    """Whether vLLM schedules asynchronously: its default on a GPU."""
-    return bool(request.param)
+@pytest.fixture(
+    scope="session",
+    params=[Way(ahead=True), Way(ahead=False), Way(ahead=True, ranks=2)],
+    ids=["ahead", "in step", "two ranks"],
+)
+def way(request: pytest.FixtureRequest) -> Way:
+    way: Way = request.param
+    return way
 
 
 @pytest.fixture(scope="session")
@@ -75,13 +94,13 @@ def few_blocks(model: str) -> int:
 
 
 @pytest.fixture(scope="session")
-def first(model: str, ahead: bool, master: str, open_server: Callable[..., Server]) -> Server:
-    return open_server(model, master, like=Options(model="", connector=AKV, blocks=256, ahead=ahead), **PATIENT)
+def first(model: str, way: Way, master: str, open_server: Callable[..., Server]) -> Server:
+    return open_server(model, master, like=way.options, **PATIENT)
 
 
 @pytest.fixture(scope="session")
-def second(model: str, ahead: bool, few_blocks: int, master: str, open_server: Callable[..., Server]) -> Server:
-    return open_server(model, master, like=Options(model="", connector=AKV, blocks=few_blocks, ahead=ahead), **PATIENT)
+def second(model: str, way: Way, few_blocks: int, master: str, open_server: Callable[..., Server]) -> Server:
+    return open_server(model, master, like=msgspec.structs.replace(way.options, blocks=few_blocks), **PATIENT)
 
 
 @pytest.fixture
