@@ -25,8 +25,7 @@ _VARIABLES = (
     "VLLM_NO_USAGE_STATS=1",
     # As vLLM's workers have it on two cores; threads that wait for each other would make times of what else the machine does.
     "OMP_NUM_THREADS=1",
-    # Workers are forked, as servers are, with all that was imported and registered; each is bound to a core of its own.
-    "VLLM_WORKER_MULTIPROC_METHOD=fork",
+    # Of several ranks each is bound to a core of its own.
     "VLLM_CPU_OMP_THREADS_BIND=0|1",
     "VLLM_HOST_IP=127.0.0.1",
     # Nothing is compiled: that needs a compiler, and takes seconds in each process.

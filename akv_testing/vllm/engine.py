@@ -1,5 +1,6 @@
 """One vLLM engine, stepped by hand as its own server process steps it. Imported by server processes alone."""
 
+import os
 import threading
 import time
 from typing import Any
@@ -44,6 +45,9 @@ def config_of(options: Options) -> Any:
         kv_transfer_config=_transfer(options),
     )
     config = arguments.create_engine_config()
+    # vLLM has just said "spawn" for a CPU, and each rank would import everything once more, for ten seconds. This process has
+    # imported it, and has one thread.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if options.ahead:
         schedule_ahead(config)
     return config
