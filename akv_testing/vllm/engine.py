@@ -1,14 +1,15 @@
 """One vLLM engine, stepped by hand as its own server process steps it. Imported by server processes alone."""
 
-import os
 import threading
 import time
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor import Executor
+from vllm.v1.executor import Executor, multiproc_executor
 
 from akv_testing.vllm.ahead import schedule_ahead
 from akv_testing.vllm.answers import Answers, named
@@ -19,6 +20,9 @@ _CONNECTORS: dict[str, dict[str, Any]] = {
     MOONCAKE_STORE: {"kv_connector": "MooncakeStoreConnector"},
     AKV: {"kv_connector": "AkvConnector", "kv_connector_module_path": "akv.engines.vllm"},
 }
+# On a CPU vLLM spawns the processes of ranks, whatever it is told, and each would import everything once more, for ten seconds.
+# A server has imported it, and has one thread when it makes its ranks.
+multiproc_executor.get_mp_context = partial(get_context, "fork")
 #: Seconds that vLLM's server rests after a step without a pass, which lets its other threads run.
 _REST_S = 0.001
 #: Seconds after which requests that have not ended count as stuck.
@@ -45,9 +49,6 @@ def config_of(options: Options) -> Any:
         kv_transfer_config=_transfer(options),
     )
     config = arguments.create_engine_config()
-    # vLLM has just said "spawn" for a CPU, and each rank would import everything once more, for ten seconds. This process has
-    # imported it, and has one thread.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if options.ahead:
         schedule_ahead(config)
     return config
