@@ -142,12 +142,17 @@ class Rank(Side):
             self._orders.extend(_decoded(orders))
         async with self._turn:
             await checkpoint()
+            # Whatever comes behind a preemption, the engine's next pass too, may write the pages that it gave back.
+            await self._until_let_go()
             while self._orders:
-                # Whatever comes behind a preemption may write the pages that it gave back.
-                while self._read_still or self._written_still:
-                    self._let_go = Event()
-                    await self._let_go.wait()
                 await self._carry_out(self._orders.popleft())
+                await self._until_let_go()
+
+    async def _until_let_go(self) -> None:
+        """Wait until nothing touches pages of preempted requests any more."""
+        while self._read_still or self._written_still:
+            self._let_go = Event()
+            await self._let_go.wait()
 
     async def _carry_out(self, order: RankOrder) -> None:
         match order:
