@@ -60,6 +60,44 @@ def books(server: RankedServer, kv: Scheduler) -> list[str]:
     return [f"{side}: {count} {what}" for side, counts in sides.items() for what, count in counts.items() if count]
 
 
+class Post:
+    """The engine's messages, one rank at a time: a test says who hears, and who is heard."""
+
+    def __init__(self, server: RankedServer, kv: Scheduler) -> None:
+        server.still = True
+        self._server, self._kv = server, kv
+        self._down: list[list[bytes]] = [[] for _ in server.ranks]
+
+    def fetch(self) -> None:
+        """Ask the scheduler's side what it has to say."""
+        if orders := self._kv.take_orders():
+            for queue in self._down:
+                queue.append(orders)
+
+    async def tell(self, *ranks: int) -> None:
+        """Hand over to these ranks what they were not told yet."""
+        self.fetch()
+        for rank in ranks:
+            while self._down[rank]:
+                # One that is cancelled has got the orders all the same.
+                await self._server.workers[rank].carry_out(self._down[rank].pop(0))
+
+    def hear(self, *ranks: int) -> None:
+        """Take the reports of these ranks to the scheduler's side."""
+        for rank in ranks:
+            self._kv.take_report(self._server.workers[rank].take_report())
+
+    async def go_on(self) -> None:
+        """Every rank hears the rest, and from now on the engine's steps carry the messages."""
+        await self.tell(*range(len(self._down)))
+        self._server.still = False
+
+
+@pytest.fixture
+def post() -> type[Post]:
+    return Post
+
+
 @pytest.fixture
 def left_open() -> Callable[[RankedServer, Scheduler], list[str]]:
     return books
