@@ -207,9 +207,12 @@ class RemoteWorkers:
         """Each rank ends with its own connector."""
 
     async def snapshot(self, plan: PassPlan, taken: dict[int, Taken]) -> None:
-        """Each rank copies behind its own pass; one that has no slots refuses that save."""
-        await checkpoint()
+        """Each rank copies behind its own pass; one that has no slots refuses that save.
+
+        **Cancellation:** they do all the same.
+        """
         taken.update((order.save_id, _ELSEWHERE) for order in plan.saves if order.snapshot)
+        await checkpoint()
 
     def withdraw(self, message: Withdrawal) -> None:
         """For each rank to stop; at once over where no rank has anything of it."""
