@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-from anyio import Event, Lock, current_time, move_on_after
-from anyio.abc import TaskGroup
+from anyio import Event, Lock, current_time, move_on_after, sleep
+from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 
-from akv.errors import DeviceError, EngineContractError
+from akv.errors import DeviceError, EngineContractError, PagesLost
 from akv.flow.snapshot import Taken
 from akv.plan.keys import KeySpace
 from akv.ports import Ports
@@ -87,6 +87,10 @@ class Rank(Side):
         self._read_still: set[tuple[str, int]] = set()
         self._written_still: set[int] = set()
         self._let_go = Event()
+        #: Set when it turns into "no cache".
+        self._degraded = Event()
+        #: Whether what is under way since then has had its time; what has no end by now has none.
+        self._overdue = False
 
     @property
     def hello(self) -> bytes:
@@ -95,6 +99,7 @@ class Rank(Side):
 
     async def _open_rest(self, group: TaskGroup) -> None:
         start = partial(self.services.start, group)
+        await start(self._end_patience)
         await self.worker.open(start)
         await start(self._teller.run)
 
@@ -149,10 +154,24 @@ class Rank(Side):
                 await self._until_let_go()
 
     async def _until_let_go(self) -> None:
-        """Wait until nothing touches pages of preempted requests any more."""
+        """Wait until nothing touches pages of preempted requests any more. Raises PagesLost, once, if nobody will see that."""
         while self._read_still or self._written_still:
+            if self._overdue:
+                request_id, incarnation = next(iter(self._read_still or [self._loads[next(iter(self._written_still))]]))
+                self._read_still.clear()
+                self._written_still.clear()
+                raise PagesLost(request_id, incarnation, self.touched_pages)
             self._let_go = Event()
             await self._let_go.wait()
+
+    async def _end_patience(self, *, task_status: TaskStatus[None]) -> None:
+        """Once degraded, give what is under way as long as a shutdown would: `Halves._name_lost` says why."""
+        task_status.started()
+        await self._degraded.wait()
+        await sleep(self.settings.shutdown_deadline_s)
+        self._overdue = True
+        self._let_go.set()
+        self._desk.no_more_ends()
 
     async def _carry_out(self, order: RankOrder) -> None:
         match order:
@@ -299,6 +318,7 @@ class Rank(Side):
     def _serve_no_more(self) -> None:
         self.breaker.shut()
         self.worker.no_more_work(DEGRADED)
+        self._degraded.set()
         self.changed.set()
 
 

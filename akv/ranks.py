@@ -99,7 +99,9 @@ class Worker:
         a preempted request gave back, and of a plan that ended the copies of window pages are queued. It waits for no store
         call of theirs, and otherwise for nothing.
 
-        Raises EngineContractError for what is no such message, ConnectorBroken once this half cannot go on.
+        Raises EngineContractError for what is no such message, ConnectorBroken once this half cannot go on. PagesLost if this
+        half degraded (`on_failure`) and nobody can see any more whether copies on pages of preempted requests have ended: what
+        `touched_pages` names must not be used again while the process lives. The rest is carried out by the next call.
         **Cancellation:** what was not carried out is, first of all, by the next call.
         """
         self._rank.latch.check()
