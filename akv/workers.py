@@ -4,7 +4,7 @@
 it gives on once it is true of all of them (`ownership/ranks.py`). It moves no byte and waits for nobody.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -238,7 +238,8 @@ class RemoteWorkers:
     @property
     def copied_pages(self) -> list[GroupPages]:
         """Pages that a copy or a call of some rank may touch, as far as anybody here has heard."""
-        return self._ledger.touched
+        untold = {number for order in self._orders for number in _begun_by(order)}
+        return self._ledger.touched_but_for(untold)
 
     @property
     def called_pages(self) -> list[GroupPages]:
@@ -295,6 +296,19 @@ class RemoteWorkers:
 
 #: What a scheduler's side speaks to.
 Workers: TypeAlias = WorkerHalf | RemoteWorkers
+
+
+def _begun_by(order: RankOrder) -> Iterable[int]:
+    """The numbers of the loads and saves that begin with this order; one counter gives both."""
+    match order:
+        case LoadOrder():
+            return (order.load_id,)
+        case SavesNow():
+            return (save.save_id for save in order.saves)
+        case PlanEnded():
+            return order.saves
+        case _:
+            return ()
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

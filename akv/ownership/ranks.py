@@ -5,7 +5,7 @@ block is stored when every rank's shard is (L2). The scheduler half hears of eac
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from akv.ownership.rank_quarantine import RankQuarantine, Who
 from akv.ownership.read_paths import ReadPaths, in_order
@@ -93,9 +93,13 @@ class RankLedger:
     @property
     def touched(self) -> list[GroupPages]:
         """The pages that some rank may fill or read for what is outstanding; what it copied into slots it reads no more."""
-        loads = [columns for order, _ in self._loads.values() for columns in order.groups]
+        return self.touched_but_for(())
+
+    def touched_but_for(self, untold: Collection[int]) -> list[GroupPages]:
+        """As `touched`, where no rank was told of the loads and saves of these numbers yet."""
+        loads = [columns for order, _ in self._loads.values() if order.load_id not in untold for columns in order.groups]
         live = [parts.order for parts in self._saves.values() if not parts.order.snapshot]
-        return [*loads, *(columns for order in live for columns in order.groups)]
+        return [*loads, *(columns for order in live if order.save_id not in untold for columns in order.groups)]
 
     def touched_pages(self, groups: int) -> PagesPerGroup:
         """Every page that a copy or call of some rank may touch, once, in each of the layout's groups; `()` for none."""

@@ -261,3 +261,13 @@ async def test_M8_a_server_whose_rank_is_heard_of_no_more_closes_at_once_and_nam
     with pytest.raises(NotOpenError):
         kv.take_report(b"")
     assert server.left_behind() == []
+
+
+async def test_M8_the_pages_of_what_no_rank_was_told_are_nobodys_when_the_server_closes() -> None:
+    server = RankedServer()
+    server.put_in_store(TOKENS)
+    async with server.open() as kv:
+        server.still = True
+        await server.load(kv, "r", TOKENS)
+    assert kv.touched_pages == ()
+    assert server.left_behind() == []
