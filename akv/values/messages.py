@@ -143,8 +143,11 @@ class NoMoreWork(msgspec.Struct, frozen=True, kw_only=True, tag="no_more"):
 RankOrder: TypeAlias = LoadOrder | PassPlan | PlanEnded | PlanDropped | SavesNow | Withdrawal | Renamed | NoMoreWork
 
 
-class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduler to the worker half of every rank: to be carried out in this order, by each of them."""
+class RankOrders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
+    """Scheduler to the worker half of every rank: to be carried out in this order, by each of them.
+
+    What an engine carries has a tag each, so that one of them handed over in place of another is refused.
+    """
 
     orders: tuple[RankOrder, ...] = ()
     version: int = MESSAGE_VERSION
@@ -255,7 +258,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     page_counts: tuple[int, ...]
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The worker half of one rank to the scheduler: what became of its orders, and of itself, since it said so last."""
 
     rank: int
@@ -269,7 +272,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MESSAGE_VERSION
 
 
-class RankHello(msgspec.Struct, frozen=True, kw_only=True):
+class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The worker half of one rank to the scheduler, before anything else: what both must agree on (D1).
 
     The layout comes with it, because an engine's scheduler may have no tensors to see it from.
