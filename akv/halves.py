@@ -96,7 +96,7 @@ class Halves(Side):
         self._teller = StatsTeller(settings, ports.board, desk.run, self.worker.reads)
         breaker.quarantine_full = self.worker.quarantine_full
         breaker.on_open = self.worker.refuse_queued
-        breaker.on_close = self.scheduler.requests.new_generation
+        breaker.on_close = self.scheduler.requests.new_generation if ranks is None else ranks.pool_returned
         for terms in self.worker.all_terms:
             check_terms(self.scheduler.terms, terms)
         self._join(self.worker)

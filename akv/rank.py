@@ -44,6 +44,7 @@ from akv.values.messages import (
     Withdrawal,
     pages_per_group,
 )
+from akv.values.pressure import BreakerState
 from akv.worker import WorkerHalf
 
 #: The reason with which loads fail and saves are refused once this rank goes on without a cache, and when it closes.
@@ -69,13 +70,14 @@ class Rank(Side):
             settings, layout, keys, ports, self._desk, self.breaker, self._poller, self._ended, capabilities
         )
         self.breaker.quarantine_full = self.worker.quarantine_full
-        self.breaker.on_open = self.worker.refuse_queued
+        self.breaker.on_open = self._on_pool_gone
         self.breaker.on_close = self._on_pool_returned
         self._teller = StatsTeller(settings, ports.board, self._desk.run, self.worker.reads)
         #: What ended since the last report, in the order of the ends.
         self._unreported: list[PassReport] = []
         self._pool_returned = False
-        self._hang_told = False
+        #: What was said last of whether it loads nothing at present.
+        self._loads_nothing = False
         #: Orders that were handed over and not carried out: whoever carries them out may be cancelled in between.
         self._orders: deque[RankOrder] = deque()
         self._turn = Lock()
@@ -282,18 +284,19 @@ class Rank(Side):
 
     def take_report(self) -> bytes:
         """As `Worker.take_report`."""
-        hangs = self.worker.gets_hang()
-        if not (self._unreported or self._pool_returned or hangs != self._hang_told or self.changed.is_set()):
+        # A lookup's offer would be in vain on every rank: the load of one has failed for all (D3).
+        loads_nothing = self.worker.gets_hang() or self.breaker.state is not BreakerState.CLOSED
+        if loads_nothing == self._loads_nothing and not self.changed.is_set():
             return b""
         reports, self._unreported = self._unreported, []
         said = RankReport(
             rank=self.rank,
             report=reports[0] if len(reports) == 1 else _joined(reports),
             pool_returned=self._pool_returned,
-            gets_hang=hangs,
+            loads_nothing=loads_nothing,
             degraded=self.latch.degraded,
         )
-        self._pool_returned, self._hang_told = False, hangs
+        self._pool_returned, self._loads_nothing = False, loads_nothing
         self.changed.clear()
         return msgspec.msgpack.encode(said)
 
@@ -306,6 +309,10 @@ class Rank(Side):
             self._written_still.discard(load.load_id)
         if report.unread or report.loads:
             self._let_go.set()
+        self.changed.set()
+
+    def _on_pool_gone(self) -> None:
+        self.worker.refuse_queued()
         self.changed.set()
 
     def _on_pool_returned(self) -> None:

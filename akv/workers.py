@@ -79,8 +79,8 @@ class RemoteWorkers:
         #: Loads and saves that have not ended on every rank.
         self._loading: set[int] = set()
         self._saving: set[int] = set()
-        #: Ranks of which a get stands still.
-        self._hanging: set[int] = set()
+        #: Ranks that load nothing at present.
+        self._loading_nothing: set[int] = set()
         #: Ranks that serve no more.
         self._gone: set[int] = set()
         self._reads = Reads()
@@ -139,16 +139,23 @@ class RemoteWorkers:
                 f"a report of version {said.version} by rank {said.rank}, and this scheduler half takes version "
                 f"{MESSAGE_VERSION} of {len(self._hellos)} ranks: each engine carries the reports of its own ranks alone"
             )
-        if said.gets_hang:
-            self._hanging.add(said.rank)
+        if said.loads_nothing:
+            self._loading_nothing.add(said.rank)
         else:
-            self._hanging.discard(said.rank)
-        if said.pool_returned:
-            self._pool_returned()
+            self._loading_nothing.discard(said.rank)
         self._tell(self._ledger.reported(said.rank, said.report))
+        if said.pool_returned:
+            self.pool_returned()
         if said.degraded and said.rank not in self._gone:
             self._gone.add(said.rank)
             self._degraded(said.rank, said.degraded)
+
+    def pool_returned(self) -> None:
+        """The pool was lost for some process of this server, and is back. A save that has not ended on all ranks may have done
+        so on some before that, whenever it is heard of (S13).
+        """
+        self._ledger.doubt_saves()
+        self._pool_returned()
 
     def _tell(self, merged: PassReport) -> None:
         for load in merged.loads:
@@ -251,8 +258,8 @@ class RemoteWorkers:
         return False
 
     def gets_hang(self) -> bool:
-        """Whether a get of some rank stands still."""
-        return bool(self._hanging)
+        """Whether what is loaded now would come to nothing on some rank."""
+        return bool(self._loading_nothing)
 
     def reads(self) -> Reads:
         """Which way pages came, on all ranks together. Segments are the ranks' own."""

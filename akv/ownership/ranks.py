@@ -23,6 +23,9 @@ from akv.values.messages import (
     Withdrawal,
 )
 
+#: The reason with which a save counts as refused that some rank may have stored before the pool was lost.
+POOL_LOST = "pool_lost"
+
 
 class PartsOfSave:
     """What ranks said of one save so far. Gathered as it comes: a save has thousands of blocks."""
@@ -47,6 +50,11 @@ class PartsOfSave:
         self.bytes += result.bytes
         self.reason = self.reason or result.reason
         return not self.awaited
+
+    def doubt(self) -> None:
+        """What ranks stored of it may be gone again."""
+        self.refused.update(*(group.blocks for group in self.order.groups))
+        self.reason = self.reason or POOL_LOST
 
     def merged(self) -> SaveResult:
         """Each block as the rank ended it that did worst by it: all shards of a stored block are in the pool."""
@@ -133,6 +141,11 @@ class RankLedger:
         # One that was withdrawn before is waited for as it was: its ranks began nothing since, and may answer twice or once.
         self._unread.setdefault(who, {})
         return None
+
+    def doubt_saves(self) -> None:
+        """The pool may have lost what it was given so far: outstanding saves count as refused, whatever ranks say of them."""
+        for parts in self._saves.values():
+            parts.doubt()
 
     def reported(self, rank: int, report: PassReport) -> PassReport:
         """One rank's report came. Returns what ended on all ranks with it, in that order.

@@ -265,8 +265,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     report: PassReport = PassReport()
     #: The pool was lost for this rank, and is back: what it stored before may be gone (S13).
     pool_returned: bool = False
-    #: A get of this rank stands still: what it is told to load meanwhile could not begin in time.
-    gets_hang: bool = False
+    #: What it is told to load at present comes to nothing: its gets stand still, or it does not ask the pool (O7).
+    loads_nothing: bool = False
     #: Why it serves no more; empty while it does. Its loads fail and its saves are refused from here on (O8).
     degraded: str = ""
     version: int = MESSAGE_VERSION

@@ -131,18 +131,34 @@ def with_no_mark(server: RankedServer, rank: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device, "record", refused)
 
 
-async def test_D3_M2_gets_that_hang_on_one_rank_end_with_their_deadline_and_lookups_offer_nothing_meanwhile() -> None:
+async def test_D3_M2_a_get_that_hangs_on_one_rank_ends_the_load_with_its_deadline() -> None:
+    server = warm()
+    gate = server.ranks[1].runner.hold(CallKind.GET)
+    async with server.open(load_deadline_s=0.05) as kv:
+        began = anyio.current_time()
+        request, load, table = await server.load(kv, "r", TOKENS)
+        with pytest.raises(LoadFailed, match="deadline"):
+            await load.wait()
+        assert anyio.current_time() - began == pytest.approx(0.05, abs=0.005)
+        server.free(table)
+        await request.cancel()
+        gate.release()
+        await settle()
+    assert server.left_behind() == []
+
+
+async def test_O7_while_every_get_of_one_rank_stands_still_lookups_offer_nothing() -> None:
     server = warm()
     server.put_in_store(LONG)
     gate = server.ranks[1].runner.hold_all(CallKind.GET)
-    async with server.open(load_deadline_s=0.05) as kv:
+    async with server.open() as kv:
         for name, tokens in (("r", TOKENS), ("s", LONG)):
-            request, load, table = await server.load(kv, name, tokens)
-            with pytest.raises(LoadFailed, match="deadline"):
-                await load.wait()
-            server.free(table)
+            request, _, table = await server.load(kv, name, tokens)
+            await anyio.sleep(0.005)
             await request.cancel()
+            server.free(table)
         request = kv.open_request("r", TOKENS)
+        await anyio.sleep(0.005)
         assert (await request.lookup()).outcome is LookupOutcome.UNAVAILABLE
         gate.release()
         await anyio.sleep(0.005)

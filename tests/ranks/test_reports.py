@@ -44,7 +44,7 @@ NO_REPORTS = {
     "a cut one": encoded(report=PassReport(loads=(LOADED,)))[:-9],
     "another version": encoded(report=PassReport(loads=(LOADED,)), version=MESSAGE_VERSION + 1, degraded="gone"),
     "rank 2": encoded(rank=2, report=PassReport(loads=(LOADED,)), degraded="gone"),
-    "rank -1": encoded(rank=-1, report=PassReport(loads=(LOADED,)), gets_hang=True),
+    "rank -1": encoded(rank=-1, report=PassReport(loads=(LOADED,)), loads_nothing=True),
 }
 
 
