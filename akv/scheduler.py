@@ -91,7 +91,7 @@ class SchedulerHalf:
         )
         self._ended = ended
         #: What it expects of a worker half (D1).
-        self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
+        self.terms = terms_of(settings, layout, keys, counts, ahead)
         kept = capabilities.window_retention_tokens
         self._ending = Ending(windows, layout.tokens_per_block, settings.rewind_tokens, kept, ahead)
         # Under a drafter only the blocks of prompts are saved (S1).

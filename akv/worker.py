@@ -103,7 +103,7 @@ class WorkerHalf:
         self._refusal = NOT_ASKED
         #: What it would tell a scheduler half in another process.
         counts, ahead = ports.device.page_counts, capabilities.lookahead
-        self.terms = terms_of(layout, keys, counts, role=settings.role, load_mode=settings.load_mode, lookahead=ahead)
+        self.terms = terms_of(settings, layout, keys, counts, ahead)
 
     async def open(self, start: Callable[[Callable[..., Any]], Awaitable[None]]) -> None:
         """Allocate and register memory for the store, then start loaders and savers, each as a service by `start`."""

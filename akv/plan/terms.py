@@ -3,24 +3,27 @@
 import msgspec
 
 from akv.errors import SettingsError
+from akv.plan.integrity import size_suffix
 from akv.plan.keys import KeySpace, ServerKeys, layout_fingerprint
 from akv.values.layout import Layout
 from akv.values.messages import MESSAGE_VERSION, Terms
+from akv.values.settings import Settings
 
 
 def terms_of(
-    layout: Layout, keys: KeySpace | ServerKeys, page_counts: tuple[int, ...], *, role: str, load_mode: str, lookahead: int = 0
+    settings: Settings, layout: Layout, keys: KeySpace | ServerKeys, page_counts: tuple[int, ...], lookahead: int = 0
 ) -> Terms:
     """What a half says of itself. `lookahead` is that of its drafter (K2)."""
     return Terms(
         version=MESSAGE_VERSION,
-        load_mode=load_mode,
-        role=role,
+        load_mode=settings.load_mode,
+        role=settings.role,
         layout=layout_fingerprint(layout),
         key_space=keys.space,
         world=layout.world,
         lookahead=lookahead,
         page_counts=page_counts,
+        trailer=size_suffix(settings.integrity, settings.integrity_secret.encode()),
     )
 
 

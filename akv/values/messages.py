@@ -256,6 +256,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: int
     #: Pages in each group's cache, in the order of the layout: the bound that page indices are checked against.
     page_counts: tuple[int, ...]
+    #: What is stored behind each page, as keys spell it (S11): a page of which ranks keep different ones is never whole.
+    trailer: str = ""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):

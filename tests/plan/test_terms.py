@@ -10,10 +10,12 @@ from akv.plan.keys import KeySpace, layout_fingerprint
 from akv.plan.terms import check_terms, terms_of
 from akv.values.layout import LayerGroup, Layout, Region
 from akv.values.messages import MESSAGE_VERSION, Terms
+from akv.values.settings import Settings
 
 GROUP = LayerGroup(layers=(0,), dtype="bfloat16", kv_heads=2, head_size=8, regions=(Region(name="kv", bytes_per_page=64),))
 LAYOUT = Layout(tokens_per_block=4, groups=(GROUP,), world=2)
-TERMS = terms_of(LAYOUT, KeySpace.of(LAYOUT, "akv1", "m", rank=1), (10,), role="both", load_mode="async")
+SETTINGS = Settings(model_key="m", pool="embedded")
+TERMS = terms_of(SETTINGS, LAYOUT, KeySpace.of(LAYOUT, "akv1", "m", rank=1), (10,))
 
 
 def test_D1_a_half_says_what_must_be_alike() -> None:
@@ -26,11 +28,12 @@ def test_D1_a_half_says_what_must_be_alike() -> None:
         "world": 2,
         "lookahead": 0,
         "page_counts": (10,),
+        "trailer": "",
     }
 
 
 def test_D1_ranks_of_one_server_agree() -> None:
-    other = terms_of(LAYOUT, KeySpace.of(LAYOUT, "akv1", "m", rank=0), (10,), role="both", load_mode="async")
+    other = terms_of(SETTINGS, LAYOUT, KeySpace.of(LAYOUT, "akv1", "m", rank=0), (10,))
     check_terms(TERMS, other)
 
 
