@@ -20,8 +20,8 @@ _CONNECTORS: dict[str, dict[str, Any]] = {
     MOONCAKE_STORE: {"kv_connector": "MooncakeStoreConnector"},
     AKV: {"kv_connector": "AkvConnector", "kv_connector_module_path": "akv.engines.vllm"},
 }
-# On a CPU vLLM spawns the processes of ranks, whatever it is told, and each would import everything once more, for ten seconds.
-# A server has imported it, and has one thread when it makes its ranks.
+# On a CPU vLLM spawns the processes of ranks, whatever it is told, and each would import everything anew, for ten seconds. A
+# server has imported it, and has one thread when it makes its ranks.
 multiproc_executor.get_mp_context = partial(get_context, "fork")
 #: Seconds that vLLM's server rests after a step without a pass, which lets its other threads run.
 _REST_S = 0.001

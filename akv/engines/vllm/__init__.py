@@ -2,9 +2,9 @@
 
 `connector.py` has vLLM's signatures and nothing else. `scheduler.py` and `worker.py` are its two roles, joined by
 `session.py`; `loop_side.py` is what runs on the connector's loop, `ends.py` tells what ended. Where ranks have processes of
-their own `ranked_scheduler.py` and `ranked_loop.py` stand in the place of the former, and `rank_role.py` is each rank's. `configuration.py`, `layout.py` and `identity.py` say what
-vLLM's configuration, cache and requests are to akv, and refuse what would not be the same. Nothing but `connector.py` and
-`stats.py` imports vLLM.
+their own `ranked_scheduler.py` and `ranked_loop.py` stand in the place of the former, and `rank_role.py` is each rank's.
+`configuration.py`, `layout.py` and `identity.py` say what vLLM's configuration, cache and requests are to akv, and refuse
+what would not be the same. Nothing but `connector.py` and `stats.py` imports vLLM.
 """
 
 from typing import Any
