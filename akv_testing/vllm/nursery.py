@@ -86,7 +86,7 @@ def _answer(engine: Engine | Service, gets: FailingGets, command: AnyCommand) ->
         case Reset():
             report = engine.reset(command)
         case FailGets():
-            gets.on, gets.failed = command.fail, 0
+            gets.fail(fail=command.fail, rank=command.rank)
             report = Report()
         case _:
             raise TypeError(f"{type(engine).__name__} knows no {type(command).__name__}")

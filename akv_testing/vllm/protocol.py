@@ -85,6 +85,8 @@ class FailGets(Command, frozen=True, kw_only=True):
     """From now on every get of the store's client fails, or none does."""
 
     fail: bool
+    #: Those of this rank alone; None: of every one.
+    rank: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

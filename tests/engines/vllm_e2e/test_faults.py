@@ -11,7 +11,7 @@ from akv_testing.master import running_master
 from akv_testing.processes import halt
 from akv_testing.vllm.client import Server
 from akv_testing.vllm.models import LLAMA
-from akv_testing.vllm.protocol import FailGets, Generate, Report, Reset, Settle
+from akv_testing.vllm.protocol import AKV, FailGets, Generate, Options, Report, Reset, Settle
 
 #: The first test imports vLLM, which may compile thousands of files: more than other tests are given.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -23,6 +23,8 @@ SAMPLES = 9
 MOST_SLOWER_S = 0.1
 #: Seconds from a load's dispatch after which its request computes.
 LOAD_DEADLINE_S = 2.0
+#: A server of two tensor-parallel ranks.
+TWO_RANKS = Options(model="", connector=AKV, blocks=256, ahead=True, ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,28 @@ def test_D3_S12_what_is_computed_after_loads_that_failed_is_saved_all_the_same(
     server.ask(Settle())
     assert report.counted["failed_loads"] >= 1
     # Else everything behind the failed load goes without being saved.
+    assert "akv.engine.pass_unsaved" not in server.logged()
+
+
+def test_D3_a_load_that_fails_on_one_rank_is_computed_on_all_of_them(
+    open_server: Callable[..., Server], prompt: Callable[..., list[int]], own_pool: str
+) -> None:
+    # As above, with two ranks of which one gets its pages.
+    server = open_server(LLAMA, own_pool, like=TWO_RANKS, load_deadline_s=LOAD_DEADLINE_S, read_path="staged")
+    cold = stored(server, prompt())
+    server.ask(FailGets(fail=True, rank=1))
+    report = ask(server, prompt())
+    (answer,) = report.answers
+    assert report.failed_gets > 0
+    assert report.counted["failed_loads"] == 1
+    assert answer.cached_tokens == 0
+    assert answer.tokens == cold.answers[0].tokens
+    assert report.passes <= cold.passes + 1
+    server.ask(FailGets(fail=False))
+    # What was computed meanwhile is a local hit on both, and another prompt's load ends well on both.
+    assert ask(server, prompt()).answers[0].local_tokens == REUSED
+    stored(server, prompt("other"))
+    assert ask(server, prompt("other")).answers[0].external_tokens == REUSED
     assert "akv.engine.pass_unsaved" not in server.logged()
 
 

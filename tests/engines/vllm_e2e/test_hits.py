@@ -10,7 +10,7 @@ import pytest
 
 from akv_testing.vllm.client import Server
 from akv_testing.vllm.models import LLAMA
-from akv_testing.vllm.protocol import Abort, Answer, Generate, Report, Reset, Settle
+from akv_testing.vllm.protocol import AKV, Abort, Answer, Generate, Options, Report, Reset, Settle
 
 #: The first test imports vLLM, which may compile thousands of files: more than other tests are given.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPT_TOKENS = 1921
 #: What of a prompt can be reused: whole blocks, and its last token is always computed.
 REUSED = 1920
+#: Beside other work a lookup may take longer than a server would wait; what is measured here is not time.
+PATIENT = {"lookup_deadline_s": 20.0, "load_deadline_s": 30.0}
 
 
 def ask(server: Server, *prompts: list[int], tokens: int = 8) -> list[Answer]:
@@ -75,6 +77,20 @@ def test_D1_what_was_loaded_is_a_local_hit_afterwards(first: Server, prompt: Cal
     (again,) = ask(first, asked)
     assert (sources(loaded), sources(again)) == ((0, REUSED), (REUSED, 0))
     assert outcome(again) == outcome(loaded)
+
+
+def test_K3_a_rank_in_a_process_of_its_own_shares_with_a_server_of_one_process(
+    master: str, open_server: Callable[..., Server], prompt: Callable[..., list[int]]
+) -> None:
+    asked = prompt()
+    here = open_server(LLAMA, master, like=Options(model="", connector=AKV, blocks=256, ahead=True), **PATIENT)
+    (cold,) = ask(here, asked)
+    apart = open_server(LLAMA, master, like=Options(model="", connector=AKV, blocks=256, ahead=True, ranks=1), **PATIENT)
+    (loaded,) = ask(apart, asked)
+    (local,) = ask(apart, asked)
+    assert [sources(one) for one in (loaded, local)] == [(0, REUSED), (REUSED, 0)]
+    assert outcome(loaded) == outcome(local)
+    assert_close(loaded, cold)
 
 
 def test_K1_another_prompt_gets_nothing_of_this_one(first: Server, prompt: Callable[..., list[int]]) -> None:
