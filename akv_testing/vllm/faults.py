@@ -47,9 +47,8 @@ class FailingGets:
 
     def fails(self) -> bool:
         """Whether a get of this process fails now, which is counted."""
-        fails: bool = self._rank.value == _ALL or (
-            self._rank.value >= 0 and self._rank.value == get_tensor_model_parallel_rank()
-        )
+        rank: int = self._rank.value
+        fails: bool = rank == _ALL or (rank >= 0 and rank == get_tensor_model_parallel_rank())
         if fails:
             with self._failed.get_lock():
                 self._failed.value += 1

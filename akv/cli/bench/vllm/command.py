@@ -48,6 +48,10 @@ def add_vllm(bench: typer.Typer) -> None:
         elsewhere: Annotated[
             bool, typer.Option(help="Have another process lend the pool its memory, and not the server.")
         ] = False,
+        ranks: Annotated[
+            int,
+            typer.Option(min=0, max=8, help="Tensor-parallel ranks, each in a process of its own. 0: one, in the server's."),
+        ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     ) -> None:
         """Measure a real vLLM, installed beside akv: without a connector, with its own for Mooncake stores, and with akv's.
@@ -59,7 +63,7 @@ def add_vllm(bench: typer.Typer) -> None:
         from akv.cli.bench.vllm.run import bench_vllm  # noqa: PLC0415 - loads the pool
 
         names = [each.value for each in connector or VllmConnector]
-        figures = anyio.run(partial(bench_vllm, model.value, names, rounds, tokens, pages_elsewhere=elsewhere))
+        figures = anyio.run(partial(bench_vllm, model.value, names, rounds, tokens, pages_elsewhere=elsewhere, ranks=ranks))
         if as_json:
             sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
         else:
@@ -68,7 +72,8 @@ def add_vllm(bench: typer.Typer) -> None:
 
 
 def _show(figures: VllmFigures) -> None:
-    place = "pages elsewhere, " if figures.pages_elsewhere else ""
+    place = f"{figures.ranks} ranks, " if figures.ranks else ""
+    place += "pages elsewhere, " if figures.pages_elsewhere else ""
     table = Table(
         *("connector", "cold", "local hit", "hit from the pool", f"{figures.at_once} at once"),
         *("pool beyond local", "cold beyond none"),

@@ -46,6 +46,8 @@ class VllmFigures(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens: int
     #: Whether the memory of the pools is another process's.
     pages_elsewhere: bool
+    #: Tensor-parallel ranks in processes of their own; 0: one in the server's.
+    ranks: int = 0
     rounds: int
     at_once: int
     connectors: tuple[ConnectorFigures, ...]

@@ -37,9 +37,9 @@ _COLD, _LOCAL, _POOL, _AT_ONCE = "cold", "local_hit", "pool_hit", "at_once"
 
 
 async def bench_vllm(
-    model: str, connectors: Sequence[str], rounds: int, answer_tokens: int, *, pages_elsewhere: bool
+    model: str, connectors: Sequence[str], rounds: int, answer_tokens: int, *, pages_elsewhere: bool, ranks: int = 0
 ) -> VllmFigures:
-    """Measure. `pages_elsewhere`: another process lends each pool its memory, as others hold most of a large pool's; else the
+    """Measure. `ranks`: tensor-parallel ranks in processes of their own; 0: one in the server's. `pages_elsewhere`: another process lends each pool its memory, as others hold most of a large pool's; else the
     server lends it.
 
     Raises DependencyError or PoolError if there is nothing to measure, ServerFailed if a server fails.
@@ -53,7 +53,7 @@ async def bench_vllm(
             if pages_elsewhere and connector != NO_CONNECTOR:
                 await stack.enter_async_context(open_lender(address, SEGMENT_BYTES))
             pools.append((connector, mooncake_file(address, 0 if pages_elsewhere else SEGMENT_BYTES)))
-        measured = await to_thread.run_sync(partial(_measure, pools, model, rounds, answer_tokens))
+        measured = await to_thread.run_sync(partial(_measure, pools, model, rounds, answer_tokens, ranks))
     none, theirs, ours = (measured.get(connector) for connector in (NO_CONNECTOR, MOONCAKE_STORE, AKV))
     return VllmFigures(
         vllm=_version(),
@@ -61,6 +61,7 @@ async def bench_vllm(
         prompt_tokens=PROMPT_TOKENS,
         answer_tokens=answer_tokens,
         pages_elsewhere=pages_elsewhere,
+        ranks=ranks,
         rounds=rounds,
         at_once=AT_ONCE,
         connectors=tuple(measured.values()),
@@ -69,7 +70,7 @@ async def bench_vllm(
 
 
 def _measure(
-    pools: Sequence[tuple[str, Mapping[str, object]]], model: str, rounds: int, answer_tokens: int
+    pools: Sequence[tuple[str, Mapping[str, object]]], model: str, rounds: int, answer_tokens: int, ranks: int
 ) -> dict[str, ConnectorFigures]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="akv-bench-")))
@@ -77,7 +78,7 @@ def _measure(
         guests = []
         for connector, pool in pools:
             extra = {"model_key": model} if connector == AKV else {}
-            options = Options(model=str(write_model(model, folder)), connector=connector, extra=extra)
+            options = Options(model=str(write_model(model, folder)), connector=connector, ranks=ranks, extra=extra)
             guests.append(Guest(connector, stack.enter_context(nursery.server(options, pool)), answer_tokens))
         for guest in guests:
             guest.store_the_many()
