@@ -50,7 +50,7 @@ def add_vllm(bench: typer.Typer) -> None:
         ] = False,
         ranks: Annotated[
             int,
-            typer.Option(min=0, max=8, help="Tensor-parallel ranks, each in a process of its own. 0: one, in the server's."),
+            typer.Option(min=0, max=8, help="Tensor-parallel ranks, each in a process of its own. 0: one, in the server."),
         ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     ) -> None:

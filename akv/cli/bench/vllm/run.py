@@ -39,8 +39,8 @@ _COLD, _LOCAL, _POOL, _AT_ONCE = "cold", "local_hit", "pool_hit", "at_once"
 async def bench_vllm(
     model: str, connectors: Sequence[str], rounds: int, answer_tokens: int, *, pages_elsewhere: bool, ranks: int = 0
 ) -> VllmFigures:
-    """Measure. `ranks`: tensor-parallel ranks in processes of their own; 0: one in the server's. `pages_elsewhere`: another process lends each pool its memory, as others hold most of a large pool's; else the
-    server lends it.
+    """Measure. `ranks`: tensor-parallel ranks in processes of their own; 0: one in the server's. `pages_elsewhere`: another
+    process lends each pool its memory, as others hold most of a large pool's; else the server lends it.
 
     Raises DependencyError or PoolError if there is nothing to measure, ServerFailed if a server fails.
 
