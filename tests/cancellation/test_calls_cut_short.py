@@ -23,7 +23,7 @@ from akv_testing.clock import BACKENDS
 
 if TYPE_CHECKING:
     from akv.ports.device import PassEvent
-    from tests.cancellation.conftest import Cancelling
+    from akv_testing.cancelling import Cancelling
 
 SIZE = CallSize(1, 1)
 #: (backend, whether by asyncio's own cancellation, at how many waits in a row)

@@ -24,8 +24,9 @@ from akv_testing.window_server import WindowServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from akv_testing.cancelling import Cancelling
     from akv_testing.server import PageTable
-    from tests.cancellation.conftest import Cancelling, Engine
+    from tests.cancellation.conftest import Engine
 
 REQUESTS = 300
 #: Requests at a time.

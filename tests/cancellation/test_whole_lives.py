@@ -19,7 +19,8 @@ from akv_testing.window_server import WindowServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.cancellation.conftest import Cancelling, Engine
+    from akv_testing.cancelling import Cancelling
+    from tests.cancellation.conftest import Engine
 
 #: Eleven whole blocks of four tokens, and three tokens more. The store holds the first six blocks, but for a window page.
 PROMPT = tuple(range(47))
