@@ -62,8 +62,10 @@ class RankedServer:
             for number in range(world)
         ]
         self.workers: list[Worker] = []
-        #: Orders that were fetched, each with how many ranks have been told.
+        #: Orders that were fetched, and that no rank was told.
         self.carried: list[bytes] = []
+        #: How many calls of `carry` have not returned.
+        self.carrying = 0
         #: Set to hold the engine still: no message travels.
         self.still = False
 
@@ -123,9 +125,13 @@ class RankedServer:
             self.carried.append(orders)
         with CancelScope(shield=True):
             waiting, self.carried = self.carried, []
-            async with create_task_group() as group:
-                for worker in self.workers:
-                    group.start_soon(self._tell, worker, waiting)
+            self.carrying += 1
+            try:
+                async with create_task_group() as group:
+                    for worker in self.workers:
+                        group.start_soon(self._tell, worker, waiting)
+            finally:
+                self.carrying -= 1
 
     @staticmethod
     async def _tell(worker: Worker, all_orders: Sequence[bytes]) -> None:

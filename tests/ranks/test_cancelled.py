@@ -52,15 +52,6 @@ class Ranks(RankedServer):
             slots=8,
             latency=Latency(get_s=0.0007, put_s=0.0011, snapshot_s=0.0002, copy_s=0.0003),
         )
-        self._carrying = 0
-
-    async def carry(self, kv: Scheduler) -> None:
-        """As `RankedServer.carry`."""
-        self._carrying += 1
-        try:
-            await super().carry(kv)
-        finally:
-            self._carrying -= 1
 
     def forget(self, tokens: Sequence[int], table: PageTable) -> None:
         """The window has left these pages behind, and others get them."""
@@ -70,7 +61,7 @@ class Ranks(RankedServer):
 
     async def until_carried(self, kv: Scheduler) -> None:
         """Until every rank has carried out what was said so far: the engine's steps carry the messages."""
-        while kv._ranks._orders or self._carrying:  # noqa: ASYNC110 - as the engine, which takes a step
+        while kv._ranks._orders or self.carrying:  # noqa: ASYNC110 - as the engine, which takes a step
             await anyio.sleep(STEP_S)
 
 
