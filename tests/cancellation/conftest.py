@@ -5,48 +5,21 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from akv import Connector, Load, PagesReleased, Request, Scheduled
-from akv.values.messages import PagesPerGroup
+from akv import Connector, Load, Request, Scheduled
 from akv_testing.cancelling import Cancelling
+from akv_testing.quarantine import QuarantineBook
 from akv_testing.server import PageTable
 from akv_testing.window_server import WindowServer
 
 
-class Engine:
+class Engine(QuarantineBook):
     """Runs requests on a `WindowServer`. Reuses every page as soon as it is told that it may, overwriting it first; what a
     pass releases it reuses when `after_forward` is over, however that ended.
     """
 
     def __init__(self, server: WindowServer) -> None:
+        super().__init__(len(server.layout.groups), server.free)
         self.server = server
-        #: Pages that were named, per group, and have not been released.
-        self.quarantined: list[set[int]] = [set() for _ in server.layout.groups]
-        #: How many times pages were named.
-        self.named = 0
-
-    def name(self, pages: PagesPerGroup) -> None:
-        """These stay out of use."""
-        self.named += bool(pages)
-        for group, some in enumerate(pages):
-            assert self.quarantined[group].isdisjoint(some), "a page is named once until it is released"
-            self.quarantined[group].update(some)
-
-    def fetch(self, kv: Connector) -> None:
-        """Poll, as a batching loop does."""
-        for done in kv.completed():
-            if isinstance(done, PagesReleased):
-                for group, pages in enumerate(done.pages):
-                    assert self.quarantined[group].issuperset(pages), "only what was named is released"
-                    self.quarantined[group].difference_update(pages)
-                self.server.free([list(pages) for pages in done.pages])
-            else:
-                self.name(done.quarantined)
-
-    def give_back(self, table: PageTable) -> None:
-        """Overwrite and reuse all pages of a request that has closed, but for those in quarantine."""
-        held = [[page for page in pages if page not in self.quarantined[group]] for group, pages in enumerate(table)]
-        table[:] = [[] for _ in table]
-        self.server.free(held)
 
     async def reserve(self, request: Request, tokens: tuple[int, ...], table: PageTable) -> tuple[int, Load]:
         """Look up, and hand over the pages of the whole offer. Returns the tokens offered, and the load."""

@@ -89,7 +89,7 @@ class Life:
         self.engine.fetch(kv)
         assert left_open(kv) == []
         assert self.server.free_pages == [64] * len(self.server.layout.groups)
-        assert not any(self.engine.quarantined)
+        assert not any(self.engine.pages)
         await self.server.serve(kv, "other", OTHER, chunk=20)
         assert self.server.ends(OTHER)[-1] == 11
         await self.server.serve(kv, "again", PROMPT, chunk=20)

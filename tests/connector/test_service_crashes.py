@@ -13,15 +13,15 @@ from structlog.testing import capture_logs
 
 from akv import ConnectorBroken, LoadFailed, LookupOutcome, NotOpenError, PagesLost
 from akv.connector import Connector
-from akv.ports.calls import CallKind, CallSize
+from akv.ports.calls import CallKind
 from akv_testing import settle
+from akv_testing.crashes import SERVICES, Planted, crash
 from akv_testing.server import FakeServer, PageTable
 from akv_testing.traffic import LONG, TOKENS, part
 from akv_testing.window_server import WindowServer
 
 pytestmark = pytest.mark.anyio
 
-SERVICES = ["deliverer", "poller", "breaker", "loader", "saver"]
 STATES = ["idle", "lookup", "get", "scatter", "gather", "put", "snapshot", "plan"]
 DEADLINE_S = 1.0
 #: Seconds after which what is held goes on, where it does.
@@ -30,47 +30,9 @@ HELD_S = 0.5
 REACHED_S = 0.01
 
 
-class Planted(Exception):
-    """What the services crash with."""
-
-
-class Faulty:
-    """An event that has not completed, and then raises what no device raises."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def query(self) -> bool:
-        if self._asked:
-            raise Planted
-        self._asked = True
-        return False
-
-
-def raises(*_: object) -> Any:
-    raise Planted
-
-
-def crash(service: str, server: FakeServer, kv: Connector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one service fail as soon as it gets its turn."""
+def crashed(service: str, server: FakeServer, kv: Connector, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = kv._halves
-    if service == "deliverer":
-        server.runner.start(CallKind.COPY, lambda: None, CallSize(), raises)
-    elif service == "poller":
-        halves._poller.watch(Faulty(), lambda _: None)
-    elif service == "breaker":
-        monkeypatch.setattr(halves.breaker._breaker, "probe_begins", raises)
-        halves.breaker._opened(halves.breaker._breaker.unavailable(halves.breaker.began(), anyio.current_time()))
-    else:
-        lanes: Any = halves.local_worker._loads if service == "loader" else halves.local_worker._saves
-        take = lanes._take
-
-        def once() -> Any:
-            lanes._take = take
-            raise Planted
-
-        lanes._take = once
-        lanes.wake()
+    crash(service, halves, halves.local_worker, server.runner, monkeypatch.setattr)
 
 
 class Scene:
@@ -162,7 +124,7 @@ async def test_M8_a_crash_ends_the_block_and_every_wait_and_gives_no_page_back_u
                     group.start_soon(scene.wait)  # noqa: ASYNC111 - the engine's own task
                     await anyio.sleep(REACHED_S)
                     began = anyio.current_time()
-                    crash(service, scene.server, kv, monkeypatch)
+                    crashed(service, scene.server, kv, monkeypatch)
                     if goes_on:
                         group.start_soon(later, scene)  # noqa: ASYNC111
                     await anyio.sleep(60)
@@ -204,7 +166,7 @@ async def test_O8_M8_degraded_the_block_goes_on_and_every_wait_ends_without_a_pa
             group.start_soon(scene.wait)
             await anyio.sleep(REACHED_S)
             began = anyio.current_time()
-            crash(service, server, kv, monkeypatch)
+            crashed(service, server, kv, monkeypatch)
             if goes_on:
                 group.start_soon(later, scene)
             await anyio.sleep(2 * DEADLINE_S)

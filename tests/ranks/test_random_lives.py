@@ -13,7 +13,7 @@ import anyio
 import pytest
 from anyio import create_memory_object_stream, create_task_group
 
-from akv import EngineCapabilities, LoadFailed, PagesReleased
+from akv import EngineCapabilities, LoadFailed
 from akv.plan.window import stale_blocks
 from akv.ports.calls import CallKind
 from akv.ports.pool import KeyState
@@ -22,6 +22,7 @@ from akv_testing import run_virtual
 from akv_testing.calls import Latency
 from akv_testing.cancelling import Cancelling
 from akv_testing.clock import BACKENDS
+from akv_testing.quarantine import QuarantineBook
 from akv_testing.ranked_server import STEP_S, RankedServer
 from akv_testing.traffic import part
 from akv_testing.window_server import window_layout
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from akv.ranks import Scheduler
     from akv.request import Request
-    from akv.values.messages import PagesPerGroup
     from akv_testing.server import PageTable
 
 REQUESTS, SLOTS, PAGES, WINDOW = 80, 5, 128, 6
@@ -58,7 +58,7 @@ class Crowd:
         )
         #: One pass at a time.
         self.engine = anyio.Lock()
-        self.quarantined: list[set[int]] = [set() for _ in self.server.layout.groups]
+        self.quarantine = QuarantineBook(len(self.server.layout.groups), self.server.free)
         #: What happened, so that a test of nothing is found out.
         self.seen: Counter[str] = Counter()
 
@@ -77,7 +77,7 @@ class Crowd:
                 group.cancel_scope.cancel()
             receive.close()
             await anyio.sleep(0.3)
-            self.fetch(kv)
+            self.quarantine.fetch(kv)
             assert left_open(server, kv) == []
             assert [rank.free_pages for rank in server.ranks] == [[PAGES] * 2] * 2
         assert server.left_behind() == []
@@ -90,7 +90,7 @@ class Crowd:
                 at = self.random.choice([10_000, self.random.randrange(1, 25)])
                 ended = await way.run(partial(self.request, kv, f"r{number}"), at)
                 self.seen["ended" if ended else "cancelled"] += 1
-                self.fetch(kv)
+                self.quarantine.fetch(kv)
 
     async def trouble(self) -> None:
         """On one rank after the other."""
@@ -111,28 +111,6 @@ class Crowd:
 
     # -- the engine
 
-    def name(self, pages: PagesPerGroup) -> None:
-        self.seen["named"] += bool(pages)
-        for group, some in enumerate(pages):
-            assert self.quarantined[group].isdisjoint(some), "a page is named once until it is released"
-            self.quarantined[group].update(some)
-
-    def fetch(self, kv: Scheduler) -> None:
-        for done in kv.completed():
-            if isinstance(done, PagesReleased):
-                for group, pages in enumerate(done.pages):
-                    assert self.quarantined[group].issuperset(pages), "only what was named is released"
-                    self.quarantined[group].difference_update(pages)
-                self.server.free([list(pages) for pages in done.pages])
-            else:
-                self.name(done.quarantined)
-
-    def give_back(self, table: PageTable) -> None:
-        """Overwrite and reuse what is not in quarantine: on a rank that still copies it, a race."""
-        held = [[page for page in pages if page not in self.quarantined[group]] for group, pages in enumerate(table)]
-        table[:] = []
-        self.server.free(held)
-
     async def request(self, kv: Scheduler, name: str) -> None:
         family, shared, more = self.random.randrange(4), self.random.randrange(8, 44), self.random.randrange(8)
         tokens = (*range(100 * family, 100 * family + shared), *(self.random.randrange(1000, 2000) for _ in range(more)))
@@ -141,18 +119,18 @@ class Crowd:
         try:
             try:
                 while not await self.prefill(kv, request, tokens, table):
-                    self.name(await request.preempted())
-                    self.give_back(table)
+                    self.quarantine.name(await request.preempted())
+                    self.quarantine.give_back(table)
                     self.seen["preempted"] += 1
             except LoadFailed as failed:
-                self.name(failed.quarantined)
+                self.quarantine.name(failed.quarantined)
                 self.seen["load failed"] += 1
                 return
-            self.name(await request.finished())
+            self.quarantine.name(await request.finished())
         finally:
             await self.cancel(request)  # noqa: ASYNC102 - goes on whatever comes
-            self.fetch(kv)
-            self.give_back(table)
+            self.quarantine.fetch(kv)
+            self.quarantine.give_back(table)
 
     async def cancel(self, request: Request) -> None:
         was_closed = request.closed
@@ -163,7 +141,7 @@ class Crowd:
             except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - the engine's own clean-up goes on
                 continue  # noqa: ASYNC104 - as above
             if not was_closed:
-                self.name(quarantined)
+                self.quarantine.name(quarantined)
             return
 
     async def prefill(self, kv: Scheduler, request: Request, tokens: Sequence[int], table: PageTable) -> bool:
@@ -231,4 +209,4 @@ def test_D3_D6_M6_whatever_comes_together_on_two_ranks_nothing_is_left_and_no_by
     run_virtual(backend, crowd.run, left_open)
     assert crowd.seen["ended"] + crowd.seen["cancelled"] == REQUESTS
     assert min(crowd.seen[what] for what in ("ended", "cancelled", "loaded", "load failed", "preempted")) > 2, crowd.seen
-    assert (crowd.seen["named"] > 0) is host_pages
+    assert (crowd.quarantine.named > 0) is host_pages

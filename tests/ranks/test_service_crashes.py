@@ -11,9 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from akv import ConnectorBroken, LoadFailed, LookupOutcome, NotOpenError, PagesLost
-from akv.ports.calls import CallKind, CallSize
+from akv.ports.calls import CallKind
 from akv.ranks import open_worker
 from akv_testing import settle
+from akv_testing.crashes import SERVICES, crash
 from akv_testing.ranked_server import RankedServer
 from akv_testing.traffic import LONG, TOKENS
 
@@ -26,53 +27,15 @@ pytestmark = pytest.mark.anyio
 
 #: Each service in the midst of a load, and one of them in the midst of everything.
 CRASHES = [
-    *((service, "scatter") for service in ("deliverer", "poller", "breaker", "loader", "saver")),
+    *((service, "scatter") for service in SERVICES),
     *(("loader", state) for state in ("idle", "get", "gather", "put")),
 ]
 DEADLINE_S = 0.1
 
 
-class Planted(Exception):
-    """What the services crash with."""
-
-
-class Faulty:
-    """An event that has not completed, and then raises what no device raises."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def query(self) -> bool:
-        if self._asked:
-            raise Planted
-        self._asked = True
-        return False
-
-
-def raises(*_: object) -> Any:
-    raise Planted
-
-
-def crash(service: str, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one service of a rank fail as soon as it gets its turn."""
+def crashed(service: str, worker: Worker, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = worker._rank
-    if service == "deliverer":
-        server.runner.start(CallKind.COPY, lambda: None, CallSize(), raises)
-    elif service == "poller":
-        rank._poller.watch(Faulty(), lambda _: None)
-    elif service == "breaker":
-        monkeypatch.setattr(rank.breaker._breaker, "probe_begins", raises)
-        rank.breaker._opened(rank.breaker._breaker.unavailable(rank.breaker.began(), anyio.current_time()))
-    else:
-        lanes: Any = rank.worker._loads if service == "loader" else rank.worker._saves
-        take = lanes._take
-
-        def once() -> Any:
-            lanes._take = take
-            raise Planted
-
-        lanes._take = once
-        lanes.wake()
+    crash(service, rank, rank.worker, server.runner, monkeypatch.setattr)
 
 
 async def begin(state: str, server: RankedServer, kv: Scheduler) -> tuple[Any, Any, PageTable]:
@@ -102,7 +65,7 @@ async def test_M8_O8_a_server_goes_on_without_a_cache_when_a_service_of_one_rank
     async with server.open() as kv:
         held, request, table = await begin(state, server, kv)
         with capture_logs() as logs:
-            crash(service, server.workers[1], server.ranks[1], monkeypatch)
+            crashed(service, server.workers[1], server.ranks[1], monkeypatch)
             # The breaker fails with its first probe.
             await anyio.sleep(0.06 if service == "breaker" else 0.01)
         told = [log["event"] for log in logs]
@@ -144,7 +107,7 @@ async def test_O8_a_load_of_a_rank_that_degrades_fails_for_all_and_its_request_i
     async with server.open() as kv:
         request, load, table = await server.load(kv, "r", TOKENS)
         await gate.reached()
-        crash("saver", server.workers[1], server.ranks[1], monkeypatch)
+        crashed("saver", server.workers[1], server.ranks[1], monkeypatch)
         with pytest.raises(LoadFailed):
             await load.wait()
         server.free(table)
@@ -167,7 +130,7 @@ async def test_M8_S7_a_preemption_whose_copy_nobody_sees_end_does_not_hold_the_r
     async with server.open() as kv:
         held, request, table = await begin(state, server, kv)
         by_hand = post(server, kv)
-        crash("loader", server.workers[1], server.ranks[1], monkeypatch)
+        crashed("loader", server.workers[1], server.ranks[1], monkeypatch)
         await settle()
         kv._halves.preempt(request._record)
         by_hand.fetch()
@@ -193,7 +156,7 @@ async def test_M8_a_broken_rank_says_so_at_every_call_and_leaves_as_such(monkeyp
     worker: Worker | None = None
     with pytest.raises(ConnectorBroken) as broken:
         async with open_worker(rank.settings, server.layout, rank=0, ports=rank.ports) as worker:
-            crash("loader", worker, rank, monkeypatch)
+            crashed("loader", worker, rank, monkeypatch)
             await anyio.sleep(1)
             raise AssertionError("the block goes on")
     assert isinstance(broken.value.__cause__, ExceptionGroup)
