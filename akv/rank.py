@@ -116,6 +116,7 @@ class Rank(Side):
         self.worker.no_more_passes()
         self.breaker.stop()
         self._teller.stop()
+        self._end_orders()
         if orderly:
             self.worker.fail_loads(CLOSED)
         else:
@@ -154,6 +155,25 @@ class Rank(Side):
             while self._orders:
                 await self._carry_out(self._orders.popleft())
                 await self._until_let_go()
+
+    def _end_orders(self) -> None:
+        """What was ordered and not carried out never will be: whoever waits for it hears so, as of what was."""
+        while self._orders:
+            order = self._orders.popleft()
+            match order:
+                case LoadOrder():
+                    self._fail_load(order, CLOSED)
+                case SavesNow():
+                    self._end_saves(order.saves, reason=CLOSED)
+                case PlanEnded():
+                    plan = self._plans.pop(order.plan_id, PassPlan(plan_id=order.plan_id))
+                    self._end_saves((each for each in plan.saves if each.save_id in order.saves), reason=CLOSED)
+                case PassPlan():
+                    self._plans[order.plan_id] = order
+                case Withdrawal():
+                    self.worker.withdraw(order)
+                case _:
+                    pass
 
     async def _until_let_go(self) -> None:
         """Wait until nothing touches pages of preempted requests any more. Raises PagesLost, once, if nobody will see that."""
@@ -208,17 +228,20 @@ class Rank(Side):
         try:
             fence = self.worker.fence()
         except DeviceError:
-            # Its pages are untouched, and whoever waits for it must hear of it.
-            failed = LoadResult(
-                load_id=order.load_id,
-                request_id=order.request_id,
-                incarnation=order.incarnation,
-                state=LoadState.FAILED,
-                reason=NO_FENCE,
-            )
-            self._ended(PassReport(loads=(failed,)))
+            self._fail_load(order, NO_FENCE)
         else:
             self.worker.accept_load(order, fence)
+
+    def _fail_load(self, order: LoadOrder, reason: str) -> None:
+        """Its pages are untouched, and whoever waits for it must hear of it."""
+        failed = LoadResult(
+            load_id=order.load_id,
+            request_id=order.request_id,
+            incarnation=order.incarnation,
+            state=LoadState.FAILED,
+            reason=reason,
+        )
+        self._ended(PassReport(loads=(failed,)))
 
     async def _end(self, ended: PlanEnded) -> None:
         """The pass is queued on the execution stream: copy its window pages, then hand its saves over."""

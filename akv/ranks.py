@@ -109,8 +109,10 @@ class Worker:
             await self._rank.carry_out(orders)
 
     def take_report(self) -> bytes:
-        """What ended since the last call, for `Scheduler.take_report()`; empty for nothing."""
-        self._rank.latch.check()
+        """What ended since the last call, for `Scheduler.take_report()`; empty for nothing.
+
+        Also once its block has ended: then what that ended. From any thread by then.
+        """
         return self._rank.take_report()
 
 

@@ -81,6 +81,8 @@ class RemoteWorkers:
         self._saving: set[int] = set()
         #: Ranks that load nothing at present.
         self._loading_nothing: set[int] = set()
+        #: Ranks that have ended, and say nothing more.
+        self._ended: set[int] = set()
         #: Ranks that serve no more.
         self._gone: set[int] = set()
         self._reads = Reads()
@@ -144,6 +146,9 @@ class RemoteWorkers:
         else:
             self._loading_nothing.discard(said.rank)
         self._tell(self._ledger.reported(said.rank, said.report))
+        if said.ended:
+            self._ended.add(said.rank)
+            self._answer_for_ended()
         if said.pool_returned:
             self.pool_returned()
         if said.degraded and said.rank not in self._gone:
@@ -156,6 +161,10 @@ class RemoteWorkers:
         """
         self._ledger.doubt_saves()
         self._pool_returned()
+
+    def _answer_for_ended(self) -> None:
+        for rank in self._ended:
+            self._tell(self._ledger.reported(rank, self._ledger.unanswered(rank)))
 
     def _tell(self, merged: PassReport) -> None:
         for load in merged.loads:
@@ -181,6 +190,7 @@ class RemoteWorkers:
         self._ledger.load_sent(order)
         self._loading.add(order.load_id)
         self._orders.append(order)
+        self._answer_for_ended()
 
     def accept_saves(
         self, plan_id: int | None, orders: Sequence[SaveOrder], after: PassEvent, snapshots: Mapping[int, Taken]
@@ -195,6 +205,7 @@ class RemoteWorkers:
             raise AssertionError(f"plan {plan_id} saves something, and no rank was told of it")
         self._ledger.saves_sent(orders)
         self._saving.update(order.save_id for order in orders)
+        self._answer_for_ended()
 
     def pass_begins(self) -> None:
         """Each rank sees that by itself."""
@@ -226,6 +237,7 @@ class RemoteWorkers:
         unread = self._ledger.withdrawn(message)
         if unread is None:
             self._orders.append(message)
+            self._answer_for_ended()
         else:
             self._report(PassReport(unread=(unread,)))
 

@@ -9,14 +9,15 @@ has moved on, and at a request's end unless the connector holds them; and it ass
 `FakeServer`'s: a page's content follows from what it stands for, and the device refuses what no event orders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from akv.engines.vllm.configuration import Configuration
 from akv.engines.vllm.ends import Results
 from akv.engines.vllm.layout import Cache
-from akv.engines.vllm.scheduler import SchedulerRole, StepOrder
+from akv.engines.vllm.scheduler import SchedulerRole
 from akv.engines.vllm.session import Session, join_session
 from akv.engines.vllm.worker import WorkerRole
 from akv.settings import check_settings
@@ -24,6 +25,8 @@ from akv.values.scope import Scope
 from akv_testing.server import FakeServer
 from akv_testing.vllm_objects import BlockPool, Blocks, Status, VllmRequest, scheduler_output, windows_of
 
+#: Calls a function where fakes live, and returns what it returns.
+Call: TypeAlias = Callable[..., Any]
 #: Steps after which a request that never ends is a fault.
 MOST_STEPS = 20_000
 
@@ -48,13 +51,8 @@ class VllmEngine:
         self.chunk = chunk
         self.pool = BlockPool(blocks)
         self.session: Session = join_session(name)
-        settings = check_settings(server.settings)
-        configuration = Configuration(settings, server.capabilities, grace_s)
-        self.session.open(configuration, Cache(server.layout, []), ports=server.ports)
         self.windows = windows_of(server.layout)
-        self.worker = WorkerRole(self.session, windows=bool(self.windows), on_cpu=True)
-        loads = settings.role != "producer"
-        self.scheduler = SchedulerRole(self.session, server.tokens_per_block, self.windows, grace_s, loads=loads)
+        self.scheduler = self._open(Configuration(check_settings(server.settings), server.capabilities, grace_s))
         self.scheduler.block_pool = self.pool
         self.requests: dict[str, VllmRequest] = {}
         self.waiting: list[VllmRequest] = []
@@ -76,6 +74,18 @@ class VllmEngine:
         self._received: set[str] = set()
         self._preempted: list[str] = []
         self._finished: list[str] = []
+
+    def _open(self, configuration: Configuration) -> SchedulerRole:
+        """Both roles, in one process."""
+        self.session.open(configuration, Cache(self.server.layout, []), ports=self.server.ports)
+        self.worker = WorkerRole(self.session, windows=bool(self.windows), on_cpu=True)
+        loads, size = configuration.settings.role != "producer", self.server.tokens_per_block
+        return SchedulerRole(self.session, size, self.windows, configuration.grace_s, loads=loads)
+
+    @property
+    def devices(self) -> list[tuple[FakeServer, Call]]:
+        """Whose pages there are, and how to call something where these fakes live; none once there is no connector."""
+        return [] if self.session.serving is None else [(self.server, self.call)]
 
     # -- what a client does
 
@@ -156,7 +166,7 @@ class VllmEngine:
         while act and len(self.outputs) > (self.ahead and bool(scheduled)):
             self.act_upon(*self.outputs.pop(0))
 
-    def schedule(self) -> tuple[StepOrder, dict[str, int]]:
+    def schedule(self) -> tuple[Any, dict[str, int]]:
         """The scheduler's part."""
         budget, scheduled = self.chunk, {}
         for request in list(self.running):
@@ -172,7 +182,7 @@ class VllmEngine:
         blocks_of = lambda request_id: Blocks(self.tables[request_id]).get_block_ids()  # noqa: E731
         output = scheduler_output(scheduled, self._preempted, self._finished, blocks_of)
         self._preempted, self._finished, self._admits = [], [], True
-        order = self.scheduler.step(output)
+        order = self._said(output)
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
             request.num_computed_tokens += tokens
@@ -180,9 +190,24 @@ class VllmEngine:
                 request.num_output_placeholders += 1
         return order, scheduled
 
-    def execute(self, order: StepOrder, scheduled: dict[str, int]) -> tuple[Results, dict[str, int]]:
+    def execute(self, order: Any, scheduled: dict[str, int]) -> tuple[Results, dict[str, int]]:
         """The model runner's part. Returns what ended, and what was sampled."""
         self._overwrite()
+        sampled = self._forwards(scheduled)
+        if order.plan is not None:
+            self.worker.after_forward(order.plan)
+        return self.worker.results(idle=order.idle), sampled
+
+    def _said(self, output: Any) -> Any:
+        """What a step says to the model runner."""
+        return self.scheduler.step(output)
+
+    def _read(self, results: Results) -> None:
+        """What ended is about to be acted upon."""
+        self.scheduler.received(results.received)
+
+    def _forwards(self, scheduled: dict[str, int]) -> dict[str, int]:
+        """The step's forward. Returns what was sampled."""
         sampled = {}
         for request_id, tokens in scheduled.items():
             request, known = self.requests[request_id], self._tokens[request_id]
@@ -190,9 +215,7 @@ class VllmEngine:
             if request.num_computed_tokens == len(known):
                 sampled[request_id] = sum(known) % 89
                 known.append(sampled[request_id])
-        if order.plan is not None:
-            self.worker.after_forward(order.plan)
-        return self.worker.results(idle=order.idle), sampled
+        return sampled
 
     def act_upon(self, results: Results, sampled: dict[str, int]) -> None:
         """The scheduler reads the output."""
@@ -205,7 +228,7 @@ class VllmEngine:
         for request in [self.requests[request_id] for request_id in sampled if request_id in self.requests]:
             if not request.is_finished():
                 self._sampled(request, sampled[request.request_id])
-        self.scheduler.received(results.received)
+        self._read(results)
         for request_id in results.received:
             request = self.requests[request_id]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
@@ -284,10 +307,10 @@ class VllmEngine:
     def _overwrite(self) -> None:
         """What was given back may be written by whoever comes next, into any layer: here it is at once."""
         released, self.pool.released = [number for number in self.pool.released if not self.pool.blocks[number].ref_cnt], []
-        if released and self.session.serving is not None:
-            groups = range(len(self.server.layout.groups))
-            writes = [(group, block, 0xAA) for group in groups for block in set(released)]
-            self.call(lambda: self.server.device.kernel(writes=writes))
+        groups = range(len(self.server.layout.groups))
+        writes = [(group, block, 0xAA) for group in groups for block in set(released)]
+        for server, call in self.devices if released else ():
+            call(partial(server.device.kernel, writes=writes))
 
     def _forward(self, request: VllmRequest, tokens: int) -> None:
         """Write the whole blocks that end in this pass. A partial one is written when it is whole."""
@@ -296,15 +319,15 @@ class VllmEngine:
         first = (after - tokens) // size
         table = self.tables[request.request_id]
         groups = range(len(table))
-        writes: list[tuple[int, int, int | bytes]] = [
-            (group, table[group][block], self.server.content(hashes[block], group))
-            for group in groups
-            for block in range(first, len(hashes))
-        ]
-        if len(table[0]) > len(hashes):
-            writes += [(group, table[group][len(hashes)], 0x55) for group in groups if table[group][len(hashes)]]
-        if self.session.serving is not None:
-            self.call(lambda: self.server.device.kernel(writes=writes))
+        for server, call in self.devices:
+            writes: list[tuple[int, int, int | bytes]] = [
+                (group, table[group][block], server.content(hashes[block], group))
+                for group in groups
+                for block in range(first, len(hashes))
+            ]
+            if len(table[0]) > len(hashes):
+                writes += [(group, table[group][len(hashes)], 0x55) for group in groups if table[group][len(hashes)]]
+            call(partial(server.device.kernel, writes=writes))
 
     def _hashes(self, request: VllmRequest, tokens: Sequence[int]) -> list[bytes]:
         return self.server.hashes(tokens, Scope(salt=request.cache_salt))
@@ -321,11 +344,12 @@ class VllmEngine:
         """What is computed next reads these."""
         table, size = self.tables[request.request_id], self.server.tokens_per_block
         hashes = self._hashes(request, request.all_token_ids)
-        for group, blocks in enumerate(table):
-            for block in range(request.num_computed_tokens // size):
-                if blocks[block]:
-                    held = self.call(self.server.device.read_page, group, blocks[block])
-                    assert held == self.server.content(hashes[block], group), f"{request.request_id}: block {block} is wrong"
+        for server, call in self.devices:
+            for group, blocks in enumerate(table):
+                for block in range(request.num_computed_tokens // size):
+                    if blocks[block]:
+                        held = call(server.device.read_page, group, blocks[block])
+                        assert held == server.content(hashes[block], group), f"{request.request_id}: block {block} is wrong"
 
     def _free_request(self, request: VllmRequest, *, delayed: bool) -> None:
         self._leave_behind(request, request.num_computed_tokens)

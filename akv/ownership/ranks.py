@@ -25,6 +25,8 @@ from akv.values.messages import (
 
 #: The reason with which a save counts as refused that some rank may have stored before the pool was lost.
 POOL_LOST = "pool_lost"
+#: The reason with which loads fail and saves are refused that a rank never heard of, since it had ended.
+RANK_ENDED = "rank_ended"
 
 
 class PartsOfSave:
@@ -164,6 +166,39 @@ class RankLedger:
             saves=tuple(self._merged_save(save_id) for save_id in saves),
             unread=tuple(self._merged_unread(who) for who in unread),
             released=tuple(message for message in released if message is not None),
+        )
+
+    def unanswered(self, rank: int) -> PassReport:
+        """What this rank has not said of what is outstanding, as it would say it of what never began there: of one that has
+        ended, and says nothing more.
+        """
+        return PassReport(
+            loads=tuple(
+                LoadResult(
+                    load_id=order.load_id,
+                    request_id=order.request_id,
+                    incarnation=order.incarnation,
+                    state=LoadState.FAILED,
+                    reason=RANK_ENDED,
+                )
+                for order, parts in self._loads.values()
+                if rank not in parts
+            ),
+            saves=tuple(
+                SaveResult(
+                    save_id=order.save_id,
+                    request_id=order.request_id,
+                    incarnation=order.incarnation,
+                    refused=tuple(sorted({block for group in order.groups for block in group.blocks})),
+                    reason=RANK_ENDED,
+                )
+                for order in (parts.order for parts in self._saves.values() if rank in parts.awaited)
+            ),
+            unread=tuple(
+                PagesUnread(request_id=request_id, incarnation=incarnation)
+                for (request_id, incarnation), parts in self._unread.items()
+                if rank not in parts
+            ),
         )
 
     def lost(self) -> None:

@@ -271,6 +271,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     loads_nothing: bool = False
     #: Why it serves no more; empty while it does. Its loads fail and its saves are refused from here on (O8).
     degraded: str = ""
+    #: Its last report: it has ended, nothing of it touches a page, and it carries nothing out any more.
+    ended: bool = False
     version: int = MESSAGE_VERSION
 
 

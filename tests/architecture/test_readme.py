@@ -54,7 +54,9 @@ def test_the_example_of_an_adapter_prints_what_is_said(backend: str) -> None:
     assert all(f"`{line}`" in ADAPTER for line in ran.stdout.splitlines())
 
 
-@pytest.mark.parametrize(("mark", "extra", "last"), [("demo", "demo", "akv demo"), ("tests", "test", "python -P -m pytest -n 2")])
+@pytest.mark.parametrize(
+    ("mark", "extra", "last"), [("demo", "demo", "akv demo"), ("tests", "test", "python -P -m pytest -n 2")]
+)
 def test_the_commands_are_one_paste_that_installs_and_runs(mark: str, extra: str, last: str) -> None:
     *steps, run = block("sh", f"<!-- {mark} -->\n").splitlines()
     assert all(step.endswith(" &&") for step in steps)

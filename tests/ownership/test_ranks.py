@@ -294,3 +294,22 @@ def test_M8_a_lost_ledger_waits_for_nothing_and_hears_nothing() -> None:
     late = PassReport(loads=loaded().loads, saves=saved().saves, unread=unread().unread, released=released((10,), ()).released)
     assert ledger.reported(0, late) == ledger.reported(1, late) == NOTHING
     assert ledger.withdrawn(withdrawal()) == PagesUnread(request_id="r", incarnation=7)
+
+
+def test_M8_for_a_rank_that_has_ended_is_answered_what_it_has_not_said_itself() -> None:
+    ledger = of_two(loads=[load()], saves=[save()])
+    assert ledger.withdrawn(withdrawal()) is None
+    ledger.reported(0, loaded())
+    ledger.reported(0, saved(stored=(0, 1, 2, 3)))
+    ledger.reported(0, unread())
+    # What it said before it ended stands.
+    ledger.reported(1, loaded(CANCELLED))
+    rest = ledger.unanswered(1)
+    assert (rest.loads, [one.save_id for one in rest.saves], len(rest.unread)) == ((), [2], 1)
+    ended = ledger.reported(1, rest)
+    assert [(one.refused, one.stored, one.reason) for one in ended.saves] == [((0, 1, 2, 3), (), "rank_ended")]
+    assert len(ended.unread) == 1
+    assert ledger.active == 0
+    assert ledger.unanswered(1) == NOTHING
+    ledger.load_sent(load(number=9))
+    assert [(one.load_id, one.state, one.reason) for one in ledger.unanswered(1).loads] == [(9, FAILED, "rank_ended")]

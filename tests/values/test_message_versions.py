@@ -87,7 +87,7 @@ MESSAGES: list[msgspec.Struct] = [
             NoMoreWork(reason="degraded"),
         )
     ),
-    RankReport(rank=1, report=PassReport(loads=(FAILED,)), pool_returned=True, degraded="DeviceError"),
+    RankReport(rank=1, report=PassReport(loads=(FAILED,)), pool_returned=True, degraded="DeviceError", ended=True),
     RankHello(rank=1, terms=TERMS, layout=LAYOUT),
 ]
 EACH = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

@@ -6,6 +6,7 @@ vLLM counts: a load has ended when each rank has said so once, and has failed if
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -18,7 +19,7 @@ from akv.engines.vllm.layout import Cache
 from akv.engines.vllm.ranked_scheduler import RankStep
 from akv.engines.vllm.scheduler import STEP_TAIL_S
 from akv.engines.vllm.worker import HELD_WAIT_S, idle_waits
-from akv.errors import AkvError
+from akv.errors import AkvError, PagesLost
 from akv.ports import Ports
 from akv.rank_bridge import WorkerBridge, open_worker_bridge
 from akv.values.messages import LoadState, RankReport
@@ -42,6 +43,8 @@ class RankRole:
         self._arrived = threading.Event()
         #: Faults of what was begun on the loop.
         self._faults: deque[BaseException] = deque()
+        #: Whether the last report said that loads would come to nothing here. The end of that wakes nobody.
+        self._loads_nothing = False
         #: Requests whose loads will not begin here, or have no copy under way any more, since there is no cache.
         self._given_up: set[str] = set()
 
@@ -109,18 +112,36 @@ class RankRole:
 
     async def _deliver(self, bridge: WorkerBridge) -> None:
         """On the loop: whatever ends, for as long as the worker half lives."""
-        worker = bridge.worker
         while True:
-            await worker.changed.wait()
-            if report := worker.take_report():
-                self._arriving.append(report)
-                self._arrived.set()
+            await bridge.worker.changed.wait()
+            self._fetch(bridge)
+
+    def _fetch(self, bridge: WorkerBridge) -> None:
+        """On the loop."""
+        if report := bridge.worker.take_report():
+            self._arriving.append(report)
+            self._arrived.set()
+
+    @staticmethod
+    async def _carry_out(bridge: WorkerBridge, orders: bytes) -> None:
+        """On the loop."""
+        try:
+            await bridge.worker.carry_out(orders)
+        except PagesLost as lost:
+            # Degraded, which was told: no copy that was under way is stored. Whatever else was ordered ends, too.
+            observe.emit(
+                observe.PAGES_LOST,
+                request_id=lost.request_id,
+                incarnation=lost.incarnation,
+                pages=sum(map(len, lost.pages)),
+            )
+            await bridge.worker.carry_out(b"")
 
     def _begin(self, orders: bytes, *, within_s: float = 0.0) -> "Future[None] | None":
         if not orders or self._bridge is None:
             return None
         try:
-            carried: Future[None] = self._bridge.begin_within(within_s, self._bridge.worker.carry_out, orders)
+            carried: Future[None] = self._bridge.begin_within(within_s, self._carry_out, self._bridge, orders)
         except AkvError as error:
             self._fail(error)
             return None
@@ -161,7 +182,9 @@ class RankRole:
         while self._arriving:
             report = self._arriving.popleft()
             self._unsent.append(report)
-            for load in msgspec.msgpack.decode(report, type=RankReport).report.loads:
+            said = msgspec.msgpack.decode(report, type=RankReport)
+            self._loads_nothing = said.loads_nothing
+            for load in said.report.loads:
                 self._ended(load.request_id, results, failed=load.state is not LoadState.LOADED)
 
     def _ended(self, request_id: str, results: Results, *, failed: bool) -> None:
@@ -173,10 +196,13 @@ class RankRole:
                 results.failed.add(request_id)
 
     def _see(self) -> None:
-        """Notice a worker half that broke while nothing was asked of it."""
+        """Notice a worker half that broke while nothing was asked of it, or loads again."""
         delivery = self._delivery
         if self._bridge is None or delivery is None:
             return
+        if self._loads_nothing:
+            with suppress(AkvError):  # Looked at below, or by the next step.
+                self._bridge.begin_within(STEP_TAIL_S, self._fetch, self._bridge)
         if self._faults:
             self._fail(self._faults[0])
         elif delivery.done() and (error := delivery.exception()) is not None:
@@ -190,8 +216,13 @@ class RankRole:
         if bridge is None:
             return
         observe.emit(observe.ENGINE_WITHOUT_CACHE, error=error)
-        if bridge.close() and not any(bridge.worker.touched_pages):
+        closed = bridge.close()
+        ended = closed and not any(bridge.worker.touched_pages)
+        if closed:
+            # Its loop is gone: what closing ended is there to be told.
+            self._fetch(bridge)
+        if ended:
             self._given_up |= self._loading
             self._loading.clear()
-        degraded = RankReport(rank=self._rank, degraded=type(error).__name__)
-        self._unsent.append(msgspec.msgpack.encode(degraded))
+        last = RankReport(rank=self._rank, degraded=type(error).__name__, ended=ended)
+        self._arriving.append(msgspec.msgpack.encode(last))
