@@ -29,6 +29,7 @@ from akv.values.messages import (
     LoadState,
     NoMoreWork,
     PagesPerGroup,
+    PassBegins,
     PassPlan,
     PassReport,
     PlanDropped,
@@ -199,9 +200,10 @@ class Rank(Side):
         match order:
             case LoadOrder():
                 self._load(order)
+            case PassBegins():
+                self.worker.pass_begins()
             case PassPlan():
                 self._plans[order.plan_id] = order
-                self.worker.pass_begins()
                 self.worker.plan_arrived(msgspec.structs.replace(order, saves=self._own(order.saves)))
             case PlanEnded():
                 await self._end(order)

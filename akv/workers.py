@@ -23,6 +23,7 @@ from akv.values.messages import (
     GroupPages,
     LoadOrder,
     NoMoreWork,
+    PassBegins,
     PassPlan,
     PassReport,
     PlanDropped,
@@ -208,7 +209,11 @@ class RemoteWorkers:
         self._answer_for_ended()
 
     def pass_begins(self) -> None:
-        """Each rank sees that by itself."""
+        """Of use to each rank while it loads. A step of decoding that saves nothing says nothing else, as a rule, and costs no
+        message otherwise.
+        """
+        if self._loading:
+            self._orders.append(PassBegins())
 
     def plan_arrived(self, plan: PassPlan) -> None:
         """For each rank to ask for slots, and to know what its end is about."""

@@ -104,6 +104,10 @@ class PassPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     version: int = MESSAGE_VERSION
 
 
+class PassBegins(msgspec.Struct, frozen=True, kw_only=True, tag="begins"):
+    """Scheduler to worker, while loads are under way: the engine has planned a pass, whatever it saves (R6)."""
+
+
 class PlanEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Scheduler to worker, behind a pass that was queued on the execution stream: publish these saves of its plan, no others.
 
@@ -140,7 +144,9 @@ class NoMoreWork(msgspec.Struct, frozen=True, kw_only=True, tag="no_more"):
 
 
 #: One thing that the scheduler half says.
-RankOrder: TypeAlias = LoadOrder | PassPlan | PlanEnded | PlanDropped | SavesNow | Withdrawal | Renamed | NoMoreWork
+RankOrder: TypeAlias = (
+    LoadOrder | PassBegins | PassPlan | PlanEnded | PlanDropped | SavesNow | Withdrawal | Renamed | NoMoreWork
+)
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):

@@ -223,6 +223,36 @@ async def test_M8_a_pass_whose_copies_no_thread_queues_does_not_hold_a_rank_that
     assert server.left_behind() == []
 
 
+async def test_R6_ranks_that_load_hear_of_every_pass_and_others_of_those_that_save(
+    post: type[Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, heard = RankedServer(), []
+    server.put_in_store(TOKENS)
+    gate = server.ranks[1].runner.hold(CallKind.GET)
+    async with server.open() as kv:
+        by_hand = post(server, kv)
+        for number, worker in enumerate(server.workers):
+            monkeypatch.setattr(worker._rank.worker, "pass_begins", lambda number=number: heard.append(number))
+        decoding, table = kv.open_request("decodes", LONG), server.allocate(LONG)
+        await server.compute(kv, decoding, LONG, table)
+        await anyio.sleep(0.01)
+        by_hand.hear(0, 1)
+        assert heard == []
+        loading, load, _ = await server.load(kv, "loads", TOKENS)
+        for _ in range(2):
+            await kv.after_forward(kv.plan_pass([part(decoding, len(LONG), 1, table)]))
+            await by_hand.tell(0, 1)
+        assert sorted(heard) == [0, 0, 1, 1]
+        gate.release()
+        await by_hand.go_on()
+        await load.wait()
+        kv.drop_pass(kv.plan_pass([part(decoding, len(LONG), 1, table)]))
+        assert kv.take_orders() == b""
+        await loading.finished()
+        await decoding.cancel()
+    assert server.left_behind() == []
+
+
 async def test_S7_orders_that_come_behind_a_cancelled_call_join_what_it_left(post: type[Post]) -> None:
     server = RankedServer()
     server.put_in_store(TOKENS)
