@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from akv import BreakerState, DeviceError
+from akv import BreakerState, DeviceError, PagesReleased
 from akv.ports.calls import CallKind
 from akv.values.messages import RankReport
 from akv_testing import settle
@@ -164,7 +164,9 @@ async def test_S3_window_pages_that_were_copied_go_back_where_the_pass_cannot_be
 
         monkeypatch.setattr(device, "record", refused)
         await by_hand.go_on()
-        await request.finished()
+        # Long before the hold of its pages would be given up.
+        with anyio.fail_after(0.1):
+            await request.finished()
         ring = server.workers[1]._rank.worker._ring
         assert ring is not None
         assert ring.claims.host.free == ring.claims.host.count
@@ -172,6 +174,24 @@ async def test_S3_window_pages_that_were_copied_go_back_where_the_pass_cannot_be
         assert (await asks.lookup()).tokens == 0
         await asks.cancel()
     assert server.wrong_values() == []
+    assert server.left_behind() == []
+
+
+async def test_D2_pages_in_quarantine_on_one_rank_are_named_until_its_call_returned() -> None:
+    server = RankedServer(host_pages=True)
+    server.put_in_store(TOKENS)
+    gate = server.ranks[1].runner.hold(CallKind.GET)
+    async with server.open() as kv:
+        request, _, table = await server.load(kv, "r", TOKENS)
+        await gate.reached()
+        quarantined = await request.cancel()
+        assert quarantined == kv.touched_pages
+        assert set(quarantined[0]) <= set(table[0])
+        assert any(quarantined)
+        gate.release()
+        await anyio.sleep(0.01)
+        assert kv.touched_pages == ()
+        assert [done.pages for done in kv.completed() if isinstance(done, PagesReleased)] == [quarantined]
     assert server.left_behind() == []
 
 

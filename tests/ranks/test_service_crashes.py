@@ -16,7 +16,7 @@ from akv.ranks import open_worker
 from akv_testing import settle
 from akv_testing.crashes import SERVICES, crash
 from akv_testing.ranked_server import RankedServer
-from akv_testing.traffic import LONG, TOKENS
+from akv_testing.traffic import LONG, TOKENS, part
 
 if TYPE_CHECKING:
     from akv.ranks import Scheduler, Worker
@@ -232,5 +232,16 @@ async def test_M8_the_pages_of_what_no_rank_was_told_are_nobodys_when_the_server
     async with server.open() as kv:
         server.still = True
         await server.load(kv, "r", TOKENS)
+        # The end of a pass that saves, and what a request saves that finishes.
+        for name, tokens in (("s", LONG), ("t", LONG[:18])):
+            request, table = kv.open_request(name, tokens), server.allocate(tokens)
+            before = len(tokens) if name == "s" else 16
+            await kv.after_forward(kv.plan_pass([part(request, 0, before, table)]))
+            if name == "t":
+                await kv.after_forward(kv.plan_pass([part(request, 16, 4, table)]))
+                request.append(LONG[18:20])
+                request.finish()
+        orders = [type(order).__name__ for order in kv._ranks._orders]
+        assert {"LoadOrder", "PlanEnded", "SavesNow"} <= set(orders)
     assert kv.touched_pages == ()
     assert server.left_behind() == []
