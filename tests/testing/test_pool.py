@@ -220,7 +220,7 @@ def test_use_after_close_is_an_error(clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("operation", ["get", "put"])
-@pytest.mark.parametrize("state", UNSETTLED)
+@pytest.mark.parametrize("state", sorted(UNSETTLED))
 def test_M3_over_rdma_memory_behind_a_failed_transfer_is_touched_until_it_is_unregistered(
     clock: ManualClock, operation: Operation, state: KeyState
 ) -> None:

@@ -68,6 +68,9 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
     same process they share a connector, where ranks have processes of their own each has a half of one.
     """
 
+    #: This rank's, where it has a process of its own; None elsewhere.
+    _rank: RankRole | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises SettingsError or DependencyError: what is wrong with the configuration, by name."""
         check_version(vllm_version)
@@ -75,8 +78,6 @@ class AkvConnector(KVConnectorBase_V1, SupportsHMA):
         self._configuration = configuration = configuration_of(vllm_config, kv_cache_config, _own_address)
         groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         windows = [spec.sliding_window for spec in groups if type(spec).__name__ in WINDOW]
-        #: This rank's, where it has a process of its own; None elsewhere.
-        self._rank: RankRole | None = None
         if configuration.apart and role == KVConnectorRole.WORKER:
             self._rank = RankRole(get_tensor_model_parallel_rank(), on_cpu=current_platform.is_cpu())
             return
