@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from akv.connector import Caches, Connector
-from akv.errors import AkvError, SettingsError
+from akv.errors import AkvError, ConnectorBroken, SettingsError
 from akv.halves import Halves
 from akv.opening import Opening, check_all, own_ports, pool_alone, running
 from akv.ports import Ports
@@ -111,8 +111,11 @@ class Worker:
     def take_report(self) -> bytes:
         """What ended since the last call, for `Scheduler.take_report()`; empty for nothing.
 
-        Also once its block has ended: then what that ended. From any thread by then.
+        Also once its block has ended: then what that ended. From any thread by then. Raises ConnectorBroken once this half
+        cannot go on.
         """
+        if isinstance(failure := self._rank.latch.failure, ConnectorBroken):
+            raise failure
         return self._rank.take_report()
 
 

@@ -431,7 +431,11 @@ def test_S2_S6_S7_S12_D2_D6_D8_D9_M6_M7_pages_are_given_back_once_and_never_touc
     limits = settings(max_examples=150, stateful_step_count=60, deadline=None)
     RequestMachine.worker_half, RequestMachine.bounds = worker, bounds
     RequestMachine.closed = RequestMachine.preempted = RequestMachine.shed = 0
-    run_state_machine_as_test(RequestMachine, settings=limits)
+    for _ in range(3):
+        run_state_machine_as_test(RequestMachine, settings=limits)
+        # What is drawn at random may leave a kind of happening out, all through a run.
+        if RequestMachine.preempted and (RequestMachine.shed or bounds.bytes == 2**40):
+            break
     assert RequestMachine.closed >= 2 * limits.max_examples, "each run opens two requests at least, and closes them"
     assert RequestMachine.preempted > 0
     assert (RequestMachine.shed > 0) == (bounds.bytes < 2**40)

@@ -220,7 +220,8 @@ class RankRole:
         ended = closed and not any(bridge.worker.touched_pages)
         if closed:
             # Its loop is gone: what closing ended is there to be told.
-            self._fetch(bridge)
+            with suppress(AkvError):
+                self._fetch(bridge)
         if ended:
             self._given_up |= self._loading
             self._loading.clear()
