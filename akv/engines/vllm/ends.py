@@ -89,11 +89,13 @@ class Ends:
             self._session.ask(serving.loop.preempt, [tracked], otherwise=None)
 
     def _request_ended(self, tracked: Tracked | None, ended: SavesCompleted, results: Results) -> None:
+        request = None if tracked is None else tracked.request
+        if request is not None and not (request.closed and request.incarnation == ended.incarnation):
+            return  # An incarnation that was preempted ends, too, and its request goes on: its last end has all of these.
         self._session.counts.add("saved_requests")
         self._session.counts.add("stored_blocks", ended.stored_blocks)
         self._session.counts.add("refused_blocks", ended.refused_blocks)
-        # An incarnation that was preempted ends, too, and its request goes on.
-        if tracked is not None and tracked.request is not None and tracked.request.closed:
+        if tracked is not None and request is not None:
             self._over(tracked, results)
 
     def _lost(self, tracked: Tracked | None, pages: Sequence[Sequence[int]], results: Results) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 from anyio import CancelScope
 
-from akv.engines.vllm.loop_side import End, LoopSide, Part, Step
+from akv.engines.vllm.loop_side import End, Loading, LoopSide, Part, Step
 from akv.engines.vllm.tracked import Tracked
 from akv.ranks import Scheduler
+from akv.request import Request
 from akv.values.offers import Offer
 from akv.values.requests import Scheduled
 
@@ -34,17 +35,22 @@ class RankedLoopSide(LoopSide):
         super().__init__(scheduler, tell)
         self._scheduler = scheduler
         self._preempts = False
+        #: Requests whose blocks were taken away, with the incarnation that had them, until every rank has said that it reads
+        #: them no more; and the loads that wait for that, since these blocks may be among theirs.
+        self._ending: list[tuple[Request, int]] = []
+        self._waiting: list[Loading] = []
 
     @property
     def has_orders(self) -> bool:
-        """Whether something was said that the ranks have not been told. From any thread."""
-        return self._scheduler.has_orders
+        """Whether there is something to say that the ranks have not been told. From any thread."""
+        return self._scheduler.has_orders or bool(self._waiting)
 
     async def preempt(self, preempted: Sequence[Tracked]) -> None:
         """The engine took the blocks of these requests away. Each rank stops reading them before the next forward."""
         for tracked in preempted:
             if tracked.request is not None:
                 self._preempts = True
+                self._ending.append((tracked.request, tracked.request.incarnation))
                 with CancelScope() as scope:
                     # They are taken away all the same; only the wait for the ranks is not.
                     scope.cancel()
@@ -60,7 +66,7 @@ class RankedLoopSide(LoopSide):
     async def step_of_ranks(self, preempted: Sequence[Tracked], step: Step) -> Said:
         """Take up the loads, plan the pass, and end it: vLLM runs what it has scheduled, on every rank, in order."""
         await self.preempt(preempted)
-        loads = tuple(load.tracked.id for load in step.loads if self._reserve(load))
+        loads = tuple(load.tracked.id for load in self._that_may_begin(step.loads) if self._reserve(load))
         scheduled = [part for part in map(self._scheduled, step.parts) if part is not None]
         plan = self._plan(scheduled) if scheduled else None
         orders, ended = self._scheduler.take_orders(), b""
@@ -70,6 +76,15 @@ class RankedLoopSide(LoopSide):
         preempts, self._preempts = self._preempts, False
         copies = plan is not None and any(order.snapshot for order in plan.saves)
         return Said(orders, ended, loads, preempts, copies)
+
+    def _that_may_begin(self, loads: Sequence[Loading]) -> list[Loading]:
+        """Of the loads that wait and these: all, or none while a rank may still read blocks that were taken away."""
+        self._ending = [one for one in self._ending if _is_ending(*one)]
+        waiting, self._waiting = [*self._waiting, *loads], []
+        if not self._ending:
+            return waiting
+        self._waiting = waiting
+        return []
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
         """What ranks reported. What ended by it has been told when this returns."""
@@ -84,3 +99,7 @@ class RankedLoopSide(LoopSide):
             # Preempted, and a rank has not said so yet: what this pass computes is saved by a later one, or not.
             return None
         return super()._scheduled(part)
+
+
+def _is_ending(request: Request, incarnation: int) -> bool:
+    return request.incarnation == incarnation and not (request.closed or request.lost)

@@ -1,5 +1,6 @@
 """Tensor-parallel ranks in processes of their own: what is said to them is pickled, and vLLM counts their answers (D3, L2)."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from akv_testing.ports import tiny_layout
 from akv_testing.ranked_server import RankedServer
 from akv_testing.ranked_vllm_engine import Aggregator, RankedVllmEngine
 from akv_testing.traffic import LONG, TOKENS
-from akv_testing.vllm_objects import Status
+from akv_testing.vllm_objects import Status, VllmRequest
 from akv_testing.window_server import window_layout
 
 from .test_conformance import BLOCKS, Driven
@@ -147,6 +148,54 @@ def test_D8_blocks_of_a_preempted_request_are_read_by_no_rank_when_the_next_forw
     assert engine.ranked.wrong_values() == []
     assert stored(engine, LONG) == list(range(len(LONG) // 4))
     assert len(engine.pool.free) == 63
+
+
+def beside_a_preempted(make_ranks: Any) -> tuple[RankedVllmEngine, VllmRequest]:
+    """An engine that has taken the blocks of request "a" away, and has begun a load of "b" into them in the same step, whose
+    output it has not read.
+    """
+    warm = RankedServer(layout=tiny_layout())
+    in_pool = [token + 1 for token in LONG]
+    warm.put_in_store(in_pool)
+    engine: RankedVllmEngine = make_ranks(RankedServer(layout=tiny_layout(), store=warm.store), chunk=8)
+    gates = [(call, call(rank.runner.hold, CallKind.PUT)) for rank, call in engine.devices]
+    request = engine.add("a", LONG, max_tokens=4)
+    engine.until(lambda: request.num_computed_tokens >= 32)
+    engine.preempt("a", between_steps=True)
+    loading = engine.add("b", in_pool)
+    # It comes first, and the blocks that were taken away are the first free ones.
+    engine.waiting.reverse()
+    engine.step(act=False)
+    assert loading.status is Status.WAITING_FOR_REMOTE_KVS
+    for call, gate in gates:
+        call(gate.release)
+    return engine, loading
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_D8_a_load_into_blocks_that_a_rank_may_still_read_waits_for_it_and_is_not_refused(
+    make_ranks: Any, gone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "akv"):
+        engine, _ = beside_a_preempted(make_ranks)
+        if gone:
+            # Then nothing but the load that waits has anything to say to the ranks.
+            engine.abort("a")
+        engine.run()
+    assert "akv.engine.load_refused" not in caplog.text
+    assert engine.loaded["b"] == (len(LONG) - 1) // 4 * 4
+    assert engine.session.counts.take()["saved_requests"] == 2, "the end of what was preempted is no request's"
+    assert engine.ranked.wrong_values() == []
+    assert len(engine.pool.free) == 63
+
+
+def test_D8_D6_aborted_while_its_load_waits_for_blocks_that_were_taken_away_vllm_has_its_blocks_back(make_ranks: Any) -> None:
+    engine, loading = beside_a_preempted(make_ranks)
+    engine.abort("b")
+    engine.run()
+    assert loading.is_finished()
+    assert len(engine.pool.free) == 63
+    assert engine.session.requests == {}
 
 
 def test_D6_aborted_while_it_loads_every_rank_answers_once_and_every_block_is_back(make_ranks: Any, ahead: bool) -> None:
