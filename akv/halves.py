@@ -8,8 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from anyio import Event, current_time, move_on_after, sleep
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from akv import observe
@@ -25,7 +24,7 @@ from akv.scheduler import SchedulerHalf
 from akv.services.notices import Changed, Notices
 from akv.services.teller import StatsTeller
 from akv.settings import Settings
-from akv.side import Side, sealed
+from akv.side import DEGRADED, Side, sealed
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.messages import LoadState, PagesPerGroup, PagesReleased, PassPlan, pages_per_group
@@ -36,8 +35,6 @@ from akv.workers import RemoteWorkers, Workers
 #: Completions that are kept for `completed()`. An engine that polls fetches them every pass; one that never does must not grow
 #: by those whose waits were cancelled.
 MOST_UNFETCHED = 65_536
-#: The reason with which loads fail and saves are refused once the connector goes on without a cache.
-DEGRADED = "degraded"
 
 
 Ended = TypeVar("Ended")
@@ -55,6 +52,8 @@ class Halves(Side):
     """One server's scheduler half and the worker half of its one rank, with what both of them hang on; or, where its worker
     halves live in other processes, the former with those as messages reach them.
     """
+
+    worker: Workers
 
     def __init__(
         self,
@@ -76,10 +75,6 @@ class Halves(Side):
         self._completions: dict[int, LoadCompleted | SavesCompleted] = {}
         #: Pages that left quarantine, for `completed()`.
         self._released: list[PagesReleased] = []
-        #: Set when it turns into "no cache".
-        self._degraded = Event()
-        #: Whether what is under way since then has had its time; what has no end by now has none.
-        self._overdue = False
         #: Requests whose pages nobody can give back, by incarnation; and those among them that nobody was told of.
         self._lost: dict[int, PagesLost] = {}
         self._lost_untold: list[PagesLost] = []
@@ -90,7 +85,7 @@ class Halves(Side):
         counts = ports.device.page_counts if ranks is None else ranks.page_counts
         asked = ServerKeys.of_settings(settings, layout)
         self.scheduler = SchedulerHalf(settings, layout, asked, counts, ports.pool, desk, breaker, self._ended, capabilities)
-        self.worker: Workers = ranks or WorkerHalf(
+        self.worker = ranks or WorkerHalf(
             settings, layout, keys, ports, desk, breaker, self._poller, self.scheduler.on_report, capabilities
         )
         self._teller = StatsTeller(settings, ports.board, desk.run, self.worker.reads)
@@ -125,43 +120,20 @@ class Halves(Side):
     async def _open_rest(self, group: TaskGroup) -> None:
         start = partial(self.services.start, group)
         await start(self.scheduler.holds.run)
-        await start(self._name_lost)
         await self.worker.open(start)
-        await start(self._teller.run)
         if self.settings.key_format != "akv":
             observe.emit(observe.KEYS_FOREIGN, key_format=self.settings.key_format)
 
-    async def close(self, *, orderly: bool) -> int:
-        """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).
-
-        An orderly end lets queued saves run out, any other withdraws them, and so does a broken connector, whose marks nobody
-        may trust. Shielded; takes at most the shutdown deadline. The services go on until `stop`, since they deliver the ends.
-        """
-        deadline = current_time() + self.settings.shutdown_deadline_s
-        orderly = orderly and not self.latch.tripped
-        self.latch.close()
+    def _end_work(self, *, orderly: bool) -> None:
         self.scheduler.passes.no_more_passes()
-        self.worker.no_more_passes()
-        self.breaker.stop()
-        self._teller.stop()
         for record in self.scheduler.requests.records:
             if not orderly or not self._finished(record):
                 self.scheduler.cancel(record)
-        with move_on_after(self.settings.shutdown_deadline_s, shield=True):
-            await self.worker.drained()
-            # Calls that nobody waits for any more, too: a registration of memory, a get that was given up.
-            await self._desk.drained()
-        self._teller.tell()
-        return await self._close_calls(deadline)
 
     @property
     def requests(self) -> int:
         """Those that have not ended."""
         return len(self.scheduler.requests)
-
-    def unregister(self) -> None:
-        """As `Side.unregister`."""
-        self.worker.unregister()
 
     async def reset(self, revision: str) -> None:
         """New weights (K8). All that is open ends; the names change before anything waits, so nothing gets in between."""
@@ -308,29 +280,11 @@ class Halves(Side):
         if self.latch.degrade(f"rank {rank} serves no more: {why}"):
             self._serve_no_more()
 
-    def _refuse_queued(self) -> None:
-        self.worker.refuse_queued()
-
-    def _serve_no_more(self) -> None:
-        self.breaker.shut()
+    def _end_waiting(self) -> None:
         self.worker.no_more_work(DEGRADED)
         for record in self.scheduler.requests.records:
             if record.phase is Phase.FINISHING:
                 self.scheduler.cancel(record)
-        self._degraded.set()
-
-    async def _name_lost(self, *, task_status: TaskStatus[None]) -> None:
-        """Once degraded, give the copies that are under way as long as a shutdown would; then tell whose pages are lost.
-
-        Nothing begins any more, so what has no end by then was the failed service's to see, or hangs in the device.
-        """
-        task_status.started()
-        await self._degraded.wait()
-        await sleep(self.settings.shutdown_deadline_s)
-        self._overdue = True
-        self._lose_overdue()
-        # A pass whose snapshot no thread has queued by now: nobody will use the copy.
-        self._desk.no_more_ends()
 
     def _lose_overdue(self) -> None:
         for record in self.scheduler.requests.records if self._overdue else ():

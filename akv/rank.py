@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
-from anyio import Event, Lock, current_time, move_on_after, sleep
-from anyio.abc import TaskGroup, TaskStatus
+from anyio import Event, Lock
+from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from akv.errors import DeviceError, EngineContractError, PagesLost
@@ -19,7 +19,7 @@ from akv.ports import Ports
 from akv.services.notices import Changed
 from akv.services.teller import StatsTeller
 from akv.settings import Settings
-from akv.side import Side, sealed
+from akv.side import DEGRADED, Side, sealed
 from akv.values.capabilities import EngineCapabilities
 from akv.values.layout import Layout
 from akv.values.messages import (
@@ -48,14 +48,16 @@ from akv.values.messages import (
 from akv.values.pressure import BreakerState
 from akv.worker import WorkerHalf
 
-#: The reason with which loads fail and saves are refused once this rank goes on without a cache, and when it closes.
-DEGRADED, CLOSED = "degraded", "closed"
+#: The reason with which loads fail and saves are refused when this rank closes.
+CLOSED = "closed"
 #: The reasons with which a save or a load ends that never began here: no slots for window pages, a device that failed.
 NO_SNAPSHOT, NO_FENCE = "no_snapshot", "device"
 
 
 class Rank(Side):
     """The worker half of one rank, with what it hangs on."""
+
+    worker: WorkerHalf
 
     def __init__(self, settings: Settings, layout: Layout, ports: Ports, capabilities: EngineCapabilities, rank: int) -> None:
         keys = KeySpace.of_settings(settings, layout, rank=rank)
@@ -90,10 +92,6 @@ class Rank(Side):
         self._read_still: set[tuple[str, int]] = set()
         self._written_still: set[int] = set()
         self._let_go = Event()
-        #: Set when it turns into "no cache".
-        self._degraded = Event()
-        #: Whether what is under way since then has had its time; what has no end by now has none.
-        self._overdue = False
 
     @property
     def hello(self) -> bytes:
@@ -102,31 +100,15 @@ class Rank(Side):
 
     async def _open_rest(self, group: TaskGroup) -> None:
         start = partial(self.services.start, group)
-        await start(self._end_patience)
         await self.worker.open(start)
-        await start(self._teller.run)
 
-    async def close(self, *, orderly: bool) -> int:
-        """As `Side.close`. An orderly end lets queued saves run out; loads are of no use to anybody any more.
-
-        Shielded; takes at most the shutdown deadline.
-        """
-        deadline = current_time() + self.settings.shutdown_deadline_s
-        orderly = orderly and not self.latch.tripped
-        self.latch.close()
-        self.worker.no_more_passes()
-        self.breaker.stop()
-        self._teller.stop()
+    def _end_work(self, *, orderly: bool) -> None:
+        """Loads are of no use to anybody any more."""
         self._end_orders()
         if orderly:
             self.worker.fail_loads(CLOSED)
         else:
             self.worker.no_more_work(CLOSED)
-        with move_on_after(self.settings.shutdown_deadline_s, shield=True):
-            await self.worker.drained()
-            await self._desk.drained()
-        self._teller.tell()
-        return await self._close_calls(deadline)
 
     @property
     def touched_pages(self) -> PagesPerGroup:
@@ -138,10 +120,6 @@ class Rank(Side):
     def requests(self) -> int:
         """None: it knows orders alone."""
         return 0
-
-    def unregister(self) -> None:
-        """As `Side.unregister`."""
-        self.worker.unregister()
 
     # -- orders
 
@@ -187,14 +165,8 @@ class Rank(Side):
             self._let_go = Event()
             await self._let_go.wait()
 
-    async def _end_patience(self, *, task_status: TaskStatus[None]) -> None:
-        """Once degraded, give what is under way as long as a shutdown would: `Halves._name_lost` says why."""
-        task_status.started()
-        await self._degraded.wait()
-        await sleep(self.settings.shutdown_deadline_s)
-        self._overdue = True
+    def _lose_overdue(self) -> None:
         self._let_go.set()
-        self._desk.no_more_ends()
 
     async def _carry_out(self, order: RankOrder) -> None:
         match order:
@@ -344,13 +316,8 @@ class Rank(Side):
         self._pool_returned = True
         self.changed.set()
 
-    def _refuse_queued(self) -> None:
-        self.worker.refuse_queued()
-
-    def _serve_no_more(self) -> None:
-        self.breaker.shut()
+    def _end_waiting(self) -> None:
         self.worker.no_more_work(DEGRADED)
-        self._degraded.set()
         self.changed.set()
 
 

@@ -6,9 +6,10 @@ when one of them fails.
 
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import Protocol
 
 import msgspec
-from anyio import current_time, move_on_after
+from anyio import Event, current_time, move_on_after, sleep
 from anyio.abc import TaskGroup, TaskStatus
 
 from akv import observe
@@ -21,14 +22,41 @@ from akv.services.breaker import PoolBreaker
 from akv.services.health import HealthLatch
 from akv.services.poller import StreamPoller
 from akv.services.supervisor import Supervisor
+from akv.services.teller import StatsTeller
 from akv.settings import Settings
 
+#: The reason with which loads fail and saves are refused once the connector goes on without a cache.
+DEGRADED = "degraded"
 #: Seconds beyond the shutdown deadline in which the threads that are idle by then may end.
 THREADS_GRACE_S = 1.0
 
 
+class Moves(Protocol):
+    """What moves pages, here or in other processes."""
+
+    def no_more_passes(self) -> None:
+        """The connector closes: plans that are open will not run."""
+        ...
+
+    def refuse_queued(self) -> None:
+        """What is queued ends now."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when nothing is under way."""
+        ...
+
+    def unregister(self) -> None:
+        """Take back from the store what it was told of."""
+        ...
+
+
 class Side(ABC):
     """The part of a connector that lives in this process. Belongs to one event loop."""
+
+    #: Set by whoever is made from this, as is what tells which way its pages came.
+    worker: Moves
+    _teller: StatsTeller
 
     def __init__(self, settings: Settings, ports: Ports, key_space: str) -> None:
         """`key_space`: what every key of this server begins with."""
@@ -43,6 +71,10 @@ class Side(ABC):
         # Every key of a page has more parts, so nobody writes this one.
         probe = partial(ports.pool.probe, [f"{key_space}/breaker"])
         self._ask = partial(self._desk.run, CallKind.PROBE, probe, CallSize(1))
+        #: Set when it turns into "no cache".
+        self._degraded = Event()
+        #: Whether what is under way since then has had its time; what has no end by now has none.
+        self._overdue = False
 
     async def open(self, group: TaskGroup) -> None:
         """Start every service in `group`; usable when it returns. What fails is raised, and `close` undoes the rest."""
@@ -50,7 +82,9 @@ class Side(ABC):
         await start(self._deliver_ends, sees_ends=True)
         await start(self._poller.run, sees_ends=True)
         await start(partial(self.breaker.run, self._ask))
+        await start(self._end_patience)
         await self._open_rest(group)
+        await start(self._teller.run)
         self.services.all_started = True
 
     @abstractmethod
@@ -62,27 +96,62 @@ class Side(ABC):
     def requests(self) -> int:
         """Requests that are open on this side, for its events."""
 
-    @abstractmethod
     async def close(self, *, orderly: bool) -> int:
-        """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6)."""
+        """Refuse new work, end or cancel what is under way, and return how many calls are still outstanding (O6).
 
-    @abstractmethod
-    def unregister(self) -> None:
-        """Take back from the store what it was told of. Only when no call is outstanding."""
-
-    @abstractmethod
-    def _refuse_queued(self) -> None:
-        """It is broken: what nobody takes up any more must not be waited for."""
-
-    @abstractmethod
-    def _serve_no_more(self) -> None:
-        """From now on there is no cache. What waits ends: at once, or when what touches its pages has ended."""
-
-    async def _close_calls(self, deadline: float) -> int:
-        """End the threads of calls, by the deadline and a grace; how many calls are outstanding then. Shielded."""
+        An orderly end lets queued saves run out, any other withdraws them, and so does a broken connector, whose marks nobody
+        may trust. Shielded; takes at most the shutdown deadline. The services go on until `stop`, since they deliver the ends.
+        """
+        deadline = current_time() + self.settings.shutdown_deadline_s
+        orderly = orderly and not self.latch.tripped
+        self.latch.close()
+        self.worker.no_more_passes()
+        self.breaker.stop()
+        self._teller.stop()
+        self._end_work(orderly=orderly)
+        with move_on_after(self.settings.shutdown_deadline_s, shield=True):
+            await self.worker.drained()
+            # Calls that nobody waits for any more, too: a registration of memory, a get that was given up.
+            await self._desk.drained()
+        self._teller.tell()
         with move_on_after(max(0.0, deadline - current_time()) + THREADS_GRACE_S, shield=True):
             await self._runner.close(max(0.0, deadline - current_time()))
         return self.calls.outstanding
+
+    @abstractmethod
+    def _end_work(self, *, orderly: bool) -> None:
+        """The connector closes: end what is open. An orderly end lets queued saves go on."""
+
+    def unregister(self) -> None:
+        """Take back from the store what it was told of. Only when no call is outstanding."""
+        self.worker.unregister()
+
+    def _serve_no_more(self) -> None:
+        """From now on there is no cache. What waits ends: at once, or when what touches its pages has ended."""
+        self.breaker.shut()
+        self._end_waiting()
+        self._degraded.set()
+
+    @abstractmethod
+    def _end_waiting(self) -> None:
+        """There is no cache any more: what has not begun ends."""
+
+    async def _end_patience(self, *, task_status: TaskStatus[None]) -> None:
+        """Once degraded, give the copies that are under way as long as a shutdown would; then tell what has no end.
+
+        Nothing begins any more, so what has none by then was the failed service's to see, or hangs in the device.
+        """
+        task_status.started()
+        await self._degraded.wait()
+        await sleep(self.settings.shutdown_deadline_s)
+        self._overdue = True
+        self._lose_overdue()
+        # A pass whose snapshot no thread has queued by now: nobody will use the copy.
+        self._desk.no_more_ends()
+
+    @abstractmethod
+    def _lose_overdue(self) -> None:
+        """Where it is overdue: whoever waits for what nobody will see is told."""
 
     async def _deliver_ends(self, *, task_status: TaskStatus[None]) -> None:  # noqa: ASYNC128 - the runner says it
         """Run the runner's service, and say so when it ends."""
@@ -106,7 +175,7 @@ class Side(ABC):
         self.latch.break_(why)
         observe.emit(observe.CONNECTOR_BROKEN, reason=type(error).__name__, error=error)
         # In the midst of closing, too: what nobody takes up any more must not be waited for.
-        self._refuse_queued()
+        self.worker.refuse_queued()
         return False
 
 

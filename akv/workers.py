@@ -60,8 +60,8 @@ _NO_SLOTS = StagingPressure(slots=0, free=0, quarantined=0, withheld=0)
 
 
 class RemoteWorkers:
-    """The worker halves of all ranks of one server, each in its own process. Implements `Workers`; all of it is synchronous
-    but for what a worker half of the same process would wait for.
+    """The worker halves of all ranks of one server, each in its own process: what a `WorkerHalf` is to a scheduler's side,
+    and synchronous but for what that would wait for.
     """
 
     def __init__(self, hellos: Sequence[RankHello], max_parked_loads: int) -> None:

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from anyio import create_memory_object_stream, create_task_group
 
 from akv import Connector, EngineCapabilities, LoadFailed, Scheduled
-from akv.ports.calls import CallKind
-from akv.ports.pool import KeyState
 from akv_testing import run_virtual
 from akv_testing.calls import Latency
 from akv_testing.clock import BACKENDS
+from akv_testing.crowd import make_trouble, serve_crowd
 from akv_testing.window_server import WindowServer
 
 if TYPE_CHECKING:
@@ -59,17 +57,7 @@ class Crowd:
 
     async def run(self, left_open: Callable[[Connector], list[str]]) -> None:
         async with self.server.open(negative_ttl_s=0.01) as kv:
-            send, receive = create_memory_object_stream[int](REQUESTS)
-            for number in range(REQUESTS):
-                send.send_nowait(number)
-            send.close()
-            async with create_task_group() as group:
-                async with create_task_group() as clients:
-                    for _ in range(SLOTS):
-                        clients.start_soon(self.client, kv, receive.clone())
-                    group.start_soon(self.trouble)
-                group.cancel_scope.cancel()
-            receive.close()
+            await serve_crowd(REQUESTS, SLOTS, partial(self.client, kv), partial(make_trouble, self.random, [self.server]))
             await anyio.sleep(1)
             self.engine.fetch(kv)
             assert left_open(kv) == []
@@ -81,31 +69,12 @@ class Crowd:
         assert self.server.wrong_values() == []
         self.seen["named"] = self.engine.named
 
-    async def client(self, kv: Connector, numbers: anyio.abc.ObjectReceiveStream[int]) -> None:
-        async with numbers:
-            async for number in numbers:
-                way = self.random.choice([self.cancelling(), self.cancelling(after_s=self.random.random() / 500)])
-                at = self.random.choice([10_000, self.random.randrange(1, 25)])
-                ended = await way.run(partial(self.request, kv, f"r{number}"), at)
-                self.seen["ended" if ended else "cancelled"] += 1
-                self.engine.fetch(kv)
-
-    async def trouble(self) -> None:
-        """Calls hang for a while, fail, and lose their keys."""
-        while True:
-            kind = self.random.choice([CallKind.GET, CallKind.PUT, CallKind.PROBE, CallKind.SNAPSHOT])
-            gate = self.server.runner.hold(kind, after_body=self.random.random() < 0.5)
-            # No more than a few at a time: where requests wait for a retry or a back-off, trouble would pile up for the next.
-            if len(self.server.pool._scripts) < 4:
-                self.server.pool.answer("put", KeyState.NO_SPACE, skip=self.random.randrange(9))
-                self.server.pool.answer("get", KeyState.MISSING, skip=self.random.randrange(30))
-            present = self.server.store.keys()
-            for key in self.random.sample(present, min(3, len(present))):
-                self.server.store.evict(key)
-            try:
-                await anyio.sleep(self.random.random() / 20)
-            finally:
-                gate.release()
+    async def client(self, kv: Connector, number: int) -> None:
+        way = self.random.choice([self.cancelling(), self.cancelling(after_s=self.random.random() / 500)])
+        at = self.random.choice([10_000, self.random.randrange(1, 25)])
+        ended = await way.run(partial(self.request, kv, f"r{number}"), at)
+        self.seen["ended" if ended else "cancelled"] += 1
+        self.engine.fetch(kv)
 
     def prompt(self) -> tuple[int, ...]:
         family, shared, more = self.random.randrange(4), self.random.randrange(4, 44), self.random.randrange(8)

@@ -13,7 +13,7 @@ from akv_testing.ranked_server import RankedServer
 from akv_testing.traffic import LONG, TOKENS, part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from akv.ranks import Scheduler
     from akv.request import Load, Request
@@ -35,6 +35,13 @@ SAVE_STAGES = [
 DROPPED = ["plan told to one"]
 #: Longer than what runs freely takes.
 RUNS_S = 0.01
+
+
+async def taken(steps: Sequence[Callable[[], Any]]) -> None:
+    """Take these, each to its end."""
+    for step in steps:
+        if (waits := step()) is not None:
+            await waits
 
 
 async def end(request: Request, how: str) -> None:
@@ -74,9 +81,7 @@ async def load_until(server: RankedServer, kv: Scheduler, post: Post, stage: str
         lambda: ends(1),
         lambda: post.hear(1),
     ]
-    for step in steps[:at]:
-        if (waits := step()) is not None:
-            await waits
+    await taken(steps[:at])
     if at < LOAD_STAGES.index("ended"):
         assert load.state is None
     return request, load, table
@@ -143,9 +148,7 @@ async def save_until(
         lambda: ends(1),
         lambda: post.hear(1),
     ]
-    for step in steps[:at]:
-        if (waits := step()) is not None:
-            await waits
+    await taken(steps[:at])
     if stage in DROPPED:
         kv.drop_pass(plan)
     elif at < SAVE_STAGES.index("ran"):

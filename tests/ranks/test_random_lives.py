@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from anyio import create_memory_object_stream, create_task_group
 
 from akv import EngineCapabilities, LoadFailed
 from akv.plan.window import stale_blocks
-from akv.ports.calls import CallKind
-from akv.ports.pool import KeyState
 from akv.units import NO_PAGE
 from akv_testing import run_virtual
 from akv_testing.calls import Latency
 from akv_testing.cancelling import Cancelling
 from akv_testing.clock import BACKENDS
+from akv_testing.crowd import make_trouble, serve_crowd
 from akv_testing.quarantine import QuarantineBook
 from akv_testing.ranked_server import STEP_S, RankedServer
 from akv_testing.traffic import part
@@ -65,17 +63,7 @@ class Crowd:
     async def run(self, left_open: Callable[[RankedServer, Scheduler], list[str]]) -> None:
         server = self.server
         async with server.open() as kv:
-            send, receive = create_memory_object_stream[int](REQUESTS)
-            for number in range(REQUESTS):
-                send.send_nowait(number)
-            send.close()
-            async with create_task_group() as group:
-                async with create_task_group() as clients:
-                    for _ in range(SLOTS):
-                        clients.start_soon(self.client, kv, receive.clone())
-                    group.start_soon(self.trouble)
-                group.cancel_scope.cancel()
-            receive.close()
+            await serve_crowd(REQUESTS, SLOTS, partial(self.client, kv), partial(make_trouble, self.random, self.server.ranks))
             await anyio.sleep(0.3)
             self.quarantine.fetch(kv)
             assert left_open(server, kv) == []
@@ -83,31 +71,12 @@ class Crowd:
         assert server.left_behind() == []
         assert server.wrong_values() == []
 
-    async def client(self, kv: Scheduler, numbers: anyio.abc.ObjectReceiveStream[int]) -> None:
-        async with numbers:
-            async for number in numbers:
-                way = self.random.choice([Cancelling(), Cancelling(after_s=self.random.random() / 500)])
-                at = self.random.choice([10_000, self.random.randrange(1, 25)])
-                ended = await way.run(partial(self.request, kv, f"r{number}"), at)
-                self.seen["ended" if ended else "cancelled"] += 1
-                self.quarantine.fetch(kv)
-
-    async def trouble(self) -> None:
-        """On one rank after the other."""
-        while True:
-            rank = self.random.choice(self.server.ranks)
-            kind = self.random.choice([CallKind.GET, CallKind.PUT, CallKind.PROBE, CallKind.SNAPSHOT])
-            gate = rank.runner.hold(kind, after_body=self.random.random() < 0.5)
-            if len(rank.pool._scripts) < 4:
-                rank.pool.answer("put", KeyState.NO_SPACE, skip=self.random.randrange(9))
-                rank.pool.answer("get", KeyState.MISSING, skip=self.random.randrange(30))
-            present = self.server.store.keys()
-            for key in self.random.sample(present, min(3, len(present))):
-                self.server.store.evict(key)
-            try:
-                await anyio.sleep(self.random.random() / 20)
-            finally:
-                gate.release()
+    async def client(self, kv: Scheduler, number: int) -> None:
+        way = self.random.choice([Cancelling(), Cancelling(after_s=self.random.random() / 500)])
+        at = self.random.choice([10_000, self.random.randrange(1, 25)])
+        ended = await way.run(partial(self.request, kv, f"r{number}"), at)
+        self.seen["ended" if ended else "cancelled"] += 1
+        self.quarantine.fetch(kv)
 
     # -- the engine
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
@@ -49,7 +49,7 @@ _IN_PROCESS = (
 #: The one with a process for each worker.
 _PROCESSES = ("mp", "vllm.v1.executor.MultiprocExecutor", "vllm.v1.executor.multiproc_executor.MultiprocExecutor")
 #: What a model's configuration calls a number of KV heads, of all layers or of some.
-_KV_HEADS = re.compile(r"(kv|key_value)s?_heads?|heads?_kv|kv_head")
+_KV_HEADS = re.compile(r"(kv|key_value)s?_heads?|heads?_kv|(query|attention)_groups?|multi_query_group")
 #: Two spellings of one kind.
 _SPELT = {"fp8": "fp8_e4m3"}
 
@@ -151,13 +151,26 @@ def _check_media(vllm_config: Any) -> None:
 
 
 def model_heads(vllm_config: Any) -> int | None:
-    """The KV heads of every layer in all; None where a configuration says several numbers, or none of them for each layer."""
+    """The KV heads of every layer in all; None where a configuration says several numbers, or none of them for each layer.
+
+    Ranks that share a head store it once, under one name: that must be right for every layer, whatever makes it different.
+    """
     model = vllm_config.model_config
-    fields = _named(model.hf_text_config.to_dict())
-    said = {value for name, value in fields.items() if isinstance(value, int) and _KV_HEADS.search(name)}
-    lists = any(isinstance(value, list) and _KV_HEADS.search(name) for name, value in fields.items())
     total = model.get_total_num_kv_heads()
-    return int(total) if said <= {total} and not lists and "block_configs" not in fields else None
+    said = set(_kv_heads(_named(model.hf_text_config.to_dict())))
+    return int(total) if said <= {total} else None
+
+
+def _kv_heads(fields: Any, name: str = "") -> Iterator[Any]:
+    """What a model's configuration, and the parts of it that are for some layers, say of KV heads."""
+    if isinstance(fields, dict):
+        for key, value in fields.items():
+            yield from _kv_heads(value, str(key))
+    elif isinstance(fields, list) and any(isinstance(each, dict) for each in fields):
+        # Layers that are described one by one, each of which may have its own.
+        yield None
+    elif _KV_HEADS.search(name) and fields is not None:
+        yield fields if isinstance(fields, int) else None
 
 
 def _check_parallel(parallel: Any) -> bool:

@@ -187,7 +187,12 @@ def test_D1_workers_in_processes_of_their_own_have_a_half_each(backend: Any, ran
         ({"num_key_value_heads": 8, "num_global_key_value_heads": 2}, 8, None),
         ({"num_key_value_heads": [8, 4]}, 8, None),
         ({"num_key_value_heads": 4}, 8, None),
-        ({"block_configs": []}, 8, None),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 4}}]}, 8, None),
+        # Some layers' own, a level below the others'.
+        ({"num_attention_groups": 8, "attention_other_setting": {"num_attention_groups": 4}}, 8, None),
+        ({"num_attention_groups": 8, "attention_other_setting": {"num_attention_groups": 8}}, 8, 8),
+        ({"num_query_groups_per_layer": [4, 4]}, 8, None),
+        ({"num_key_value_heads": 8, "num_kv_heads": None}, 8, 8),
     ],
 )
 def test_K3_how_many_heads_every_layer_has_is_known_only_where_one_number_says_it(
