@@ -50,6 +50,21 @@ async def test_L3_each_distinct_shard_is_asked_for_once_in_calls_of_so_many_keys
     assert max(map(len, asked)) <= 16
 
 
+async def test_L3_so_do_window_pages() -> None:
+    server = RankedServer(layout=window_layout(((10, 0),)), rewind_tokens=40, probe_head=8, probe_chunk=4)
+    server.put_in_store(TOKENS)
+    asked: list[int] = []
+    probe = server.ports.pool.probe
+
+    def probed(keys: list[str]) -> object:
+        asked.append(len(keys))
+        return probe(keys)
+
+    server.ports.pool.probe = probed  # type: ignore[method-assign, assignment]
+    assert await offered(server) == 10
+    assert max(asked[1:]) <= 4
+
+
 @pytest.mark.parametrize(("world", "kv_heads", "writers"), [(2, 8, [0, 1]), (4, 2, [0, 2]), (2, 1, [0])])
 async def test_K3_of_ranks_with_equal_pages_the_lowest_stores_them(world: int, kv_heads: int, writers: list[int]) -> None:
     server = RankedServer(world=world, kv_heads=kv_heads)
