@@ -115,7 +115,7 @@ class PlanEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """
 
     plan_id: int
-    #: Their `save_id`s, ascending by no order but the plan's.
+    #: Their `save_id`s, in the plan's order.
     saves: tuple[int, ...] = ()
 
 

@@ -32,19 +32,20 @@ def now():
         return threading.active_count(), tasks, files, int(statm.read().split()[1])
 
 async def main():
-    # The first lives load code, and start what the client keeps for the life of a process. The third or fourth takes some
-    # 20 MiB, once: fourteen lives took no more than that together.
+    # The first lives load code, and start what the client keeps for the life of a process. Another of its threads comes in one
+    # of the first eight or so, the later the busier the machine, and takes 17 MiB, once; 13 more came once in a while.
     for number in range(4):
         await life(number)
     first = now()
-    for number in range(4, 6):
+    for number in range(4, 10):
         await life(number)
     last = now()
     assert last[0] == first[0], ("threads of Python", first, last)
     # The bare client, set up and closed in a loop, starts a worker of its own late, once, and grows by some MiB for ten lives.
     assert last[1] <= first[1] + 1, ("threads", first, last)
     assert last[2] <= first[2], ("descriptors", first, last)
-    assert (last[3] - first[3]) * os.sysconf("SC_PAGE_SIZE") < 24 * 2**20, ("resident pages", first, last)
+    # Eight MiB for each life: less than any of its buffers has.
+    assert (last[3] - first[3]) * os.sysconf("SC_PAGE_SIZE") < 48 * 2**20, ("resident pages", first, last)
     print("as it was")
 
 anyio.run(main, backend=sys.argv[2])
@@ -53,7 +54,7 @@ anyio.run(main, backend=sys.argv[2])
 
 @pytest.mark.mooncake
 @pytest.mark.timeout(120)
-def test_O6_twenty_four_lives_in_four_processes_leave_each_as_it_was() -> None:
+def test_O6_forty_lives_in_four_processes_leave_each_as_it_was() -> None:
     async def lives() -> list[tuple[int, str, str]]:
         async with open_embedded_master() as address, anyio.create_task_group() as group:
             for backend in ("asyncio", "trio", "asyncio", "trio"):
